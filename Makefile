@@ -1,0 +1,40 @@
+# make demo    train a small MoE language model with ETP and compare it with one device   (PLATFORM=torch|mindspore|both)
+# make test    all tests, on both frameworks
+# Both make their own .venv when needed.
+
+PLATFORM ?= both
+PLATFORMS := $(if $(filter both,$(PLATFORM)),torch mindspore,$(PLATFORM))
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint clean
+.SECONDARY:
+
+demo: $(PLATFORMS:%=$(VENV)/with-%)
+	$(RUN) examples/train_moe.py --platform $(PLATFORM)
+
+test: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-test lint
+	$(RUN) -m pytest
+
+lint: $(VENV)/with-test
+	$(RUN) -m ruff check .
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per extra, so that a framework is installed only when something needs it.
+$(VENV)/with-examples: setup.py | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --editable '.[examples]'
+	touch $@
+
+$(VENV)/with-test: setup.py | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --editable '.[test]'
+	touch $@
+
+$(VENV)/with-%: platform/%/requirements.txt setup.py | $(VENV)/with-examples
+	$(RUN) -m pip install --quiet --editable '.[$*]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

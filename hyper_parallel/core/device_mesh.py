@@ -1,0 +1,164 @@
+"""The mesh contract, and rank arithmetic.
+
+On torch ``init_device_mesh`` returns torch's own ``DeviceMesh``. A platform without a mesh of its own subclasses the
+``DeviceMesh`` below and says how a process group is made. Both behave alike in everything documented here.
+"""
+
+import numpy as np
+
+__all__ = ["DeviceMesh", "init_device_mesh", "check_mesh"]
+
+
+def init_device_mesh(device_type, mesh_shape, *, mesh_dim_names=None):
+    """Arrange all ranks in a mesh, row by row: rank = coordinate of the last axis first.
+
+    Every rank calls this with the same arguments; it makes the process groups of every axis.
+
+    Args:
+        device_type: "cpu", "npu" or "cuda", as the framework names its devices.
+        mesh_shape: sizes of the axes, for example ``(ep, tp)``.
+        mesh_dim_names: names of the axes, for example ``("ep", "tp")``.
+
+    Returns:
+        A mesh with ``mesh["ep"]``, ``mesh["ep", "tp"]``, ``ndim``, ``shape``, ``mesh_dim_names``, ``size(dim=None)``,
+        ``get_group(dim=None)``, ``get_local_rank(dim=None)`` and ``get_coordinate()``. An axis is given by name or
+        index. On torch it is a ``torch.distributed.device_mesh.DeviceMesh``.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of ranks, or names and sizes differ in number.
+        RuntimeError: the framework's communication is not initialised.
+    """
+    from hyper_parallel.platform import get_platform
+
+    shape = tuple(int(size) for size in mesh_shape)
+    names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+    if not shape or min(shape) < 1:
+        raise ValueError(f"mesh_shape must hold sizes of at least 1, got {shape}")
+    if names is not None and len(names) != len(shape):
+        raise ValueError(f"mesh_dim_names {names} must name each axis of mesh_shape {shape}")
+    if names is not None and len(set(names)) != len(names):
+        raise ValueError(f"mesh_dim_names must differ from each other, got {names}")
+    platform = get_platform()
+    world_size = platform.world_size(device_type)
+    if int(np.prod(shape)) != world_size:
+        raise ValueError(f"mesh_shape {shape} needs {int(np.prod(shape))} ranks, but {world_size} are running")
+    return platform.init_device_mesh(device_type, shape, names)
+
+
+class DeviceMesh:
+    """An n-dimensional array of ranks as seen from one rank, with a process group per axis.
+
+    Subclasses implement ``_make_group``. Groups are made once, by the whole mesh; slices share them.
+
+    Args:
+        device_type: kind of device, kept for the user.
+        ranks: global ranks, an integer array of the mesh's shape.
+        mesh_dim_names: one name per axis, or None.
+        rank: the global rank of this process.
+    """
+
+    def __init__(self, device_type, ranks, mesh_dim_names, rank):
+        self.device_type = device_type
+        self.mesh = np.asarray(ranks, dtype=np.int64)
+        self.mesh_dim_names = mesh_dim_names
+        where = np.argwhere(self.mesh == rank)
+        self._coordinate = None if len(where) == 0 else tuple(int(c) for c in where[0])
+        self._groups = None if self._coordinate is None else tuple(
+            self._make_group(self.axis_ranks(axis)) for axis in range(self.ndim)
+        )
+
+    def _make_group(self, ranks):
+        """Return the process group of ``ranks`` (ascending global ranks that include this one)."""
+        raise NotImplementedError
+
+    def axis_ranks(self, axis):
+        """Global ranks that share this rank's coordinate on every axis but ``axis``, in order of that axis."""
+        index = list(self._coordinate)
+        index[axis] = slice(None)
+        return [int(rank) for rank in self.mesh[tuple(index)]]
+
+    @property
+    def ndim(self):
+        return self.mesh.ndim
+
+    @property
+    def shape(self):
+        return tuple(self.mesh.shape)
+
+    def size(self, mesh_dim=None):
+        """Number of ranks of one axis, or of the whole mesh."""
+        return int(self.mesh.size) if mesh_dim is None else self.shape[self._axis(mesh_dim)]
+
+    def get_group(self, mesh_dim=None):
+        """Process group of one axis; the axis may be left out where there is only one."""
+        return self._groups[self._only_axis(mesh_dim, "get_group")]
+
+    def get_local_rank(self, mesh_dim=None):
+        """Coordinate of this rank on one axis; the axis may be left out where there is only one."""
+        return self._coordinate[self._only_axis(mesh_dim, "get_local_rank")]
+
+    def get_coordinate(self):
+        """Coordinates of this rank, one per axis, or None if it is not part of the mesh."""
+        return None if self._coordinate is None else list(self._coordinate)
+
+    def __getitem__(self, names):
+        """The sub-mesh of the named axes through this rank; axes keep the order they have in this mesh."""
+        names = (names,) if isinstance(names, str) else tuple(names)
+        have = self.mesh_dim_names or ()
+        unknown = [name for name in names if name not in have]
+        if unknown or not names:
+            raise KeyError(f"mesh axes {names} are not all among this mesh's names {have}")
+        axes = [have.index(name) for name in names]
+        if axes != sorted(set(axes)):
+            raise KeyError(f"mesh axes {names} must be given once each, in the mesh's order {have}")
+        return self if names == have else self._sliced(axes, names)
+
+    def _sliced(self, axes, names):
+        sub = object.__new__(type(self))
+        sub.device_type, sub.mesh_dim_names = self.device_type, names
+        index = tuple(slice(None) if axis in axes else c for axis, c in enumerate(self._coordinate))
+        sub.mesh = self.mesh[index]
+        sub._coordinate = tuple(self._coordinate[axis] for axis in axes)
+        sub._groups = tuple(self._groups[axis] for axis in axes)
+        return sub
+
+    def _axis(self, dim):
+        if isinstance(dim, str):
+            if dim not in (self.mesh_dim_names or ()):
+                raise KeyError(f"mesh axis {dim!r} is not among this mesh's names {self.mesh_dim_names}")
+            return self.mesh_dim_names.index(dim)
+        return int(dim)
+
+    def _only_axis(self, dim, method):
+        if dim is not None:
+            return self._axis(dim)
+        if self.ndim != 1:
+            raise RuntimeError(f"{method}() needs an axis on a {self.ndim}-D mesh, one of {self.mesh_dim_names}")
+        return 0
+
+    def __repr__(self):
+        return f"DeviceMesh({self.device_type!r}, {self.mesh.tolist()}, mesh_dim_names={self.mesh_dim_names})"
+
+    def __deepcopy__(self, memo):
+        # A mesh stands for running process groups: a copied module goes on using the same ones.
+        return self
+
+
+def check_mesh(device_mesh, names, style):
+    """Raise ``ValueError`` unless ``device_mesh`` has exactly the axes ``names``, in order, and holds this rank."""
+    have = None if device_mesh.mesh_dim_names is None else tuple(device_mesh.mesh_dim_names)
+    if have != names:
+        slice_text = ", ".join(repr(name) for name in names)
+        contained = have is not None and [name for name in have if name in names] == list(names)
+        advice = (
+            f"slice it: mesh[{slice_text}]"
+            if contained
+            else f"build it with init_device_mesh(..., mesh_dim_names={names}), or slice a mesh that has these axes in "
+            f"this order: mesh[{slice_text}]"
+        )
+        raise ValueError(
+            f"{style} expects a {len(names)}-D mesh with names {names}, "
+            f"got a {device_mesh.ndim}-D mesh with names {have}; {advice}"
+        )
+    if device_mesh.get_coordinate() is None:
+        raise ValueError(f"{style}: this rank is not part of the mesh {device_mesh}")

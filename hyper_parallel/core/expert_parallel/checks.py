@@ -1,0 +1,109 @@
+"""Checks of experts modules and of the inputs of one call. They read; they change nothing and start no collective.
+
+Shape suffixes: R rows, E experts, H hidden size, D model size.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["ExpertShapes", "experts_shapes", "check_inputs", "check_counts"]
+
+WEIGHTS = ("w1", "w2", "w3")
+
+
+@dataclass(frozen=True)
+class ExpertShapes:
+    """Sizes of an experts module before sharding."""
+
+    num_experts: int
+    hidden_dim: int
+    dim: int
+
+
+def experts_shapes(platform, module, style, extra_parameters=False):
+    """Return the sizes of an experts module that is ready to be sharded.
+
+    Args:
+        style: the style's name, for messages.
+        extra_parameters: allow parameters beside w1, w2, w3, as long as their first dim is the expert.
+
+    Raises:
+        TypeError: not a module of the platform.
+        RuntimeError: already parallelised or sharded.
+        ValueError: parameters missing, surplus or of other shapes; forward replaced on the object.
+    """
+    if not platform.is_module(module):
+        raise TypeError(f"{style} expects a {platform.name} module, got {type(module).__qualname__}")
+    earlier = platform.label(module)
+    if earlier is not None:
+        raise RuntimeError(f"{style}: this module is already parallelised by {earlier}; apply one style, once")
+    parameters = platform.parameters(module)
+    missing = [name for name in WEIGHTS if name not in parameters]
+    if missing:
+        raise ValueError(
+            f"{style} expects parameters w1 and w3 [E, H, D] and w2 [E, D, H]; {', '.join(missing)} missing in "
+            f"{type(module).__qualname__}, which has {sorted(parameters) or 'none of its own'}"
+        )
+    sharded = [name for name, parameter in parameters.items() if platform.is_sharded(parameter)]
+    if sharded:
+        raise RuntimeError(f"{style}: parameters {sharded} are already laid out over a mesh; apply the style first")
+    shapes = _weight_shapes(parameters, style)
+    _check_other_parameters(platform, module, parameters, style, shapes.num_experts if extra_parameters else None)
+    if platform.replaced_forward(module):
+        raise ValueError(f"{style}: forward was replaced on this object; apply the style before you do that")
+    return shapes
+
+
+def _weight_shapes(parameters, style):
+    w1, w2, w3 = (tuple(parameters[name].shape) for name in WEIGHTS)
+    if len(w1) != 3 or w3 != w1 or w2 != (w1[0], w1[2], w1[1]):
+        raise ValueError(
+            f"{style} expects w1 and w3 of shape [E, H, D] and w2 of shape [E, D, H], got w1 {w1}, w2 {w2}, w3 {w3}"
+        )
+    return ExpertShapes(num_experts=w1[0], hidden_dim=w1[1], dim=w1[2])
+
+
+def _check_other_parameters(platform, module, parameters, style, num_experts):
+    """Parameters that the style would not shard would silently get gradients of one rank's tokens only."""
+    others = [name for name in parameters if name not in WEIGHTS]
+    if num_experts is not None:
+        others = [name for name in others if tuple(parameters[name].shape[:1]) != (num_experts,)]
+    others += [
+        f"{path}.{name}" for path, child in platform.named_modules(module) if path for name in platform.parameters(child)
+    ]
+    if others:
+        raise ValueError(f"{style} cannot shard parameters other than w1, w2, w3; this module also has {others}")
+
+
+def check_inputs(platform, shapes, x_RD, num_tokens_per_expert_E, scores_R):
+    """Check the inputs of one call on the experts of ``shapes``; see ``GroupedExperts`` for what they must be.
+
+    Values of the counts are checked where they can be read for free; on a device they are checked when they have been
+    copied to the host anyway.
+    """
+    for name, value in (("x", x_RD), ("num_tokens_per_expert", num_tokens_per_expert_E), ("scores", scores_R)):
+        if not platform.is_tensor(value) and not (name == "scores" and value is None):
+            raise TypeError(
+                f"{name} must be a plain {platform.name} tensor, got {type(value).__module__}."
+                f"{type(value).__qualname__}; pass the local tensor of a DTensor, a tensor instead of a list"
+            )
+    if len(x_RD.shape) != 2 or x_RD.shape[1] != shapes.dim:
+        raise ValueError(f"x must have shape [rows, {shapes.dim}], got {tuple(x_RD.shape)}")
+    if not platform.is_integer(num_tokens_per_expert_E):
+        raise ValueError(f"num_tokens_per_expert must hold integers, got {num_tokens_per_expert_E.dtype}")
+    if tuple(num_tokens_per_expert_E.shape) != (shapes.num_experts,):
+        raise ValueError(
+            f"num_tokens_per_expert must have one entry for each of the {shapes.num_experts} experts, "
+            f"got shape {tuple(num_tokens_per_expert_E.shape)}"
+        )
+    if scores_R is not None and tuple(scores_R.shape) != (x_RD.shape[0],):
+        raise ValueError(f"scores must have shape [{x_RD.shape[0]}], one per row of x, got {tuple(scores_R.shape)}")
+    if platform.on_host(num_tokens_per_expert_E):
+        check_counts(platform.to_host(num_tokens_per_expert_E)[0], x_RD.shape[0])
+
+
+def check_counts(counts, num_rows):
+    """Raise ``ValueError`` unless ``counts`` (host ints) are not negative and sum to the number of rows."""
+    if counts and min(counts) < 0:
+        raise ValueError(f"num_tokens_per_expert must not be negative, got {counts}")
+    if sum(counts) != num_rows:
+        raise ValueError(f"num_tokens_per_expert sums to {sum(counts)}, but x has {num_rows} rows")

@@ -1,0 +1,141 @@
+"""What a parallel style is, and the ways to apply styles to modules."""
+
+import difflib
+import functools
+from abc import ABC, abstractmethod
+from fnmatch import fnmatchcase
+
+from hyper_parallel.platform import get_platform, imported_platforms
+
+__all__ = ["ParallelStyle", "parallelize_module", "parallelize"]
+
+
+class ParallelStyle(ABC):
+    """How one module is sharded and called over a mesh.
+
+    A style holds no state of a module or a call: one object may be applied to many modules.
+    On torch a style also works through ``torch.distributed.tensor.parallel.parallelize_module``.
+    """
+
+    mesh_dim_names: tuple
+
+    def __init__(self):
+        # Loading a platform makes torch's own parallelize_module accept our styles.
+        imported_platforms()
+
+    @abstractmethod
+    def validate(self, module, device_mesh):
+        """Raise if ``apply`` would; changes nothing."""
+
+    @abstractmethod
+    def apply(self, module, device_mesh):
+        """Validate, then shard ``module`` in place; returns the module."""
+
+    def _apply(self, module, device_mesh):
+        """The name under which torch's ``parallelize_module`` calls a style."""
+        return self.apply(module, device_mesh)
+
+    def __repr__(self):
+        return f"{type(self).__name__}()"
+
+
+def parallelize_module(module, device_mesh, plan):
+    """Apply a style to a module, or styles to the modules inside it that a plan names.
+
+    Everything is validated before the first module is changed.
+
+    Args:
+        module: a ``torch.nn.Module`` or ``mindspore.nn.Cell``; changed in place.
+        device_mesh: the mesh. A style for fewer axes gets its slice of it: beside ``ExpertTensorParallel`` on a mesh
+            ``("ep", "tp")``, ``TensorParallel`` gets ``mesh["tp"]``. Styles of torch itself get ``mesh["tp"]``.
+        plan: a style, or ``{pattern: style}``. A pattern is a dotted module name in which each part may use the
+            wildcards ``*``, ``?`` and ``[...]``: ``"layers.*.moe.experts"``; ``""`` is the module itself.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: a pattern matches nothing (the message lists near names), or what a style's ``apply`` raises.
+        TypeError: ``plan`` is neither a style nor a dict of styles.
+        RuntimeError: a module is named twice, or already parallelised.
+    """
+    platform = get_platform(module)
+    steps = [
+        (name, target, style, _mesh_for(style, device_mesh))
+        for name, target, style in _resolve(platform, module, plan)
+    ]
+    named_twice = {name for name, *_ in steps if sum(name == other for other, *_ in steps) > 1}
+    if named_twice:
+        raise RuntimeError(f"the plan names these modules more than once: {sorted(named_twice)}")
+    for name, target, style, mesh in steps:
+        if isinstance(style, ParallelStyle):
+            _validate_named(style, name, target, mesh)
+    for _, target, style, mesh in steps:
+        style._apply(target, mesh)
+    return module
+
+
+def parallelize(plan, device_mesh):
+    """Class decorator: every object of the class is parallelised at the end of its construction.
+
+    A subclass of the decorated class is parallelised only if it is decorated itself.
+
+    Args:
+        plan: as in :func:`parallelize_module`.
+        device_mesh: a mesh, or a callable without arguments that returns it, asked at each construction.
+    """
+
+    def decorate(cls):
+        construct = cls.__init__
+
+        @functools.wraps(construct)
+        def __init__(self, *args, **kwargs):
+            construct(self, *args, **kwargs)
+            if type(self) is cls:
+                parallelize_module(self, device_mesh() if callable(device_mesh) else device_mesh, plan)
+
+        cls.__init__ = __init__
+        return cls
+
+    return decorate
+
+
+def _is_style(value):
+    return isinstance(value, ParallelStyle) or callable(getattr(value, "_apply", None))
+
+
+def _resolve(platform, module, plan):
+    """List (name, module, style) for every module that the plan names, in the plan's order."""
+    if _is_style(plan):
+        return [("", module, plan)]
+    if not isinstance(plan, dict) or not all(isinstance(k, str) and _is_style(v) for k, v in plan.items()):
+        raise TypeError(f"expected a parallel style or a dict of name pattern to style, got {plan!r}")
+    modules = dict(platform.named_modules(module))
+    found = []
+    for pattern, style in plan.items():
+        matches = [name for name in modules if _matches(name, pattern)]
+        if not matches:
+            near = difflib.get_close_matches(pattern, modules, n=5, cutoff=0.3) or sorted(modules)[:5]
+            raise ValueError(f"plan pattern {pattern!r} matches no module; near names: {', '.join(map(repr, near))}")
+        found += [(name, modules[name], style) for name in matches]
+    return found
+
+
+def _matches(name, pattern):
+    name_parts, pattern_parts = name.split("."), pattern.split(".")
+    return len(name_parts) == len(pattern_parts) and all(map(fnmatchcase, name_parts, pattern_parts))
+
+
+def _mesh_for(style, device_mesh):
+    """The mesh itself, or the slice for a style that needs fewer of its axes."""
+    have = tuple(getattr(device_mesh, "mesh_dim_names", None) or ())
+    want = getattr(style, "mesh_dim_names", ("tp",))
+    fewer = len(want) < len(have) == 2
+    return device_mesh[want[0]] if fewer and len(want) == 1 and want[0] in have else device_mesh
+
+
+def _validate_named(style, name, target, mesh):
+    try:
+        style.validate(target, mesh)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise type(error)(f"module {name!r}: {error}" if name else str(error)) from error

@@ -1,0 +1,91 @@
+"""Collectives of MindSpore 2.10's CPU backend, made whole.
+
+What the backend has: all-reduce, broadcast, list all-gather and point-to-point, also on subgroups. What it lacks, or
+gets silently wrong, is dealt with here, once:
+
+- there is no all-to-all: it is made of sends and receives;
+- messages without elements break it: they are left out, which both sides know from the counts;
+- results written into views are lost: every target is a fresh buffer;
+- messages between two ranks match in order whatever the collective: each function is complete when it returns;
+- ``mint.distributed.isend`` looks the rank up in a group that exists on Ascend only: the primitive below it is used.
+
+None of these is differentiable; their gradients are in ``collectives``.
+"""
+
+from contextlib import contextmanager
+
+import mindspore as ms
+import mindspore.communication as comm
+from mindspore import mint
+from mindspore.mint import distributed as dist
+from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
+
+from hyper_parallel.platform.operation import operation
+
+__all__ = ["all_to_all", "all_reduce", "broadcast", "all_gather"]
+
+
+@contextmanager
+def _named(name, group):
+    with operation(name, comm.get_process_group_ranks(group), comm.get_rank()):
+        yield
+        # Without this an error shows up in whatever operator comes next.
+        ms.runtime.synchronize()
+
+
+def all_to_all(x, send_splits, recv_splits, group, name):
+    """Rows of x [R, ...] to every rank of the group, and theirs to this one, in rank order."""
+    rank, size = comm.get_rank(group), comm.get_group_size(group)
+    starts = [sum(send_splits[:r]) for r in range(size)]
+    received = [None] * size
+    if send_splits[rank]:
+        received[rank] = x[starts[rank] : starts[rank] + send_splits[rank]]
+    with _named(name, group):
+        # All sends first: they are buffered at the receiver, while receives on both sides would wait for ever.
+        handles = []
+        for r in _peers(rank, size):
+            if send_splits[r]:
+                chunk = x[starts[r] : starts[r] + send_splits[r]].copy()
+                handles.append(dist_comm_isend_op(chunk, r, group, 0)[1])
+        for r in _peers(rank, size):
+            if recv_splits[r]:
+                received[r] = mint.empty((recv_splits[r], *x.shape[1:]), dtype=x.dtype)
+                handles.append(dist_comm_irecv_op(received[r], 0, r, group)[1])
+        for handle in handles:
+            handle.wait()
+    pieces = [piece for piece in received if piece is not None]
+    return mint.cat(pieces, 0) if pieces else mint.zeros((0, *x.shape[1:]), dtype=x.dtype)
+
+
+def all_reduce(x, group, name):
+    """Sum over the group, as a new tensor. The ranks' x have the same shape."""
+    if 0 in x.shape:
+        return x.copy()
+    if x.dtype == ms.float64:  # the backend reduces every float type but this one
+        first, *others = all_gather(x, group, name)
+        return sum(others, start=first)
+    summed = x.contiguous().copy()
+    with _named(name, group):
+        dist.all_reduce(summed, group=group)
+    return summed
+
+
+def broadcast(x, source, group, name):
+    """x of the global rank ``source``, as a new tensor on every rank of the group."""
+    copy = x.contiguous().copy()
+    with _named(name, group):
+        dist.broadcast(copy, source, group=group)
+    return copy
+
+
+def all_gather(x, group, name):
+    """The x of every rank of the group, in rank order, as new tensors. They have the same shape, with elements."""
+    gathered = [mint.empty(x.shape, dtype=x.dtype) for _ in range(comm.get_group_size(group))]
+    with _named(name, group):
+        dist.all_gather(gathered, x.contiguous().copy(), group=group)
+    return gathered
+
+
+def _peers(rank, size):
+    """The other ranks, each rank starting with its right neighbour, so that not all send to one at a time."""
+    return [(rank + step) % size for step in range(1, size)]

@@ -1,0 +1,46 @@
+"""The mesh over MindSpore's communication groups."""
+
+import mindspore as ms
+import mindspore.communication as comm
+import numpy as np
+
+from hyper_parallel.core import device_mesh
+
+__all__ = ["DeviceMesh", "init_device_mesh", "check_device_type"]
+
+DEVICE_TARGETS = {"cpu": "CPU"}
+
+
+class DeviceMesh(device_mesh.DeviceMesh):
+    """A mesh whose groups are names of MindSpore communication groups, the same at every start."""
+
+    def _make_group(self, ranks):
+        # Ranks of one axis are evenly spaced, so three numbers name them.
+        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        name = f"hyper_parallel_from_{ranks[0]}_step_{step}_count_{len(ranks)}"
+        # Members only, ascending, and a second time does nothing: what MindSpore asks for.
+        comm.create_group(name, ranks)
+        return name
+
+
+def init_device_mesh(device_type, shape, names):
+    """The mesh of all ranks; see ``hyper_parallel.init_device_mesh``."""
+    if ms.get_context("mode") != ms.PYNATIVE_MODE:
+        raise RuntimeError("MindSpore must run in PyNative mode: mindspore.set_context(mode=mindspore.PYNATIVE_MODE)")
+    ranks = np.arange(np.prod(shape)).reshape(shape)
+    return DeviceMesh(device_type, ranks, names, comm.get_rank())
+
+
+def check_device_type(device_type):
+    """Raise ``ValueError`` unless MindSpore runs on the device type, ``RuntimeError`` unless its ranks are connected."""
+    target = ms.get_context("device_target")
+    if DEVICE_TARGETS.get(device_type) != target:
+        raise ValueError(
+            f"device_type {device_type!r} does not fit: on MindSpore this version knows {sorted(DEVICE_TARGETS)}, and "
+            f'the device target is {target!r}; call mindspore.set_device("CPU") for "cpu"'
+        )
+    if not comm.GlobalComm.INITED:
+        raise RuntimeError(
+            'communication is not initialised; call mindspore.communication.init("mccl") first, in ranks started by '
+            "msrun or with MindSpore's worker environment variables"
+        )

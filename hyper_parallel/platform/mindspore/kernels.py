@@ -1,0 +1,91 @@
+"""Row kernels of the experts with hand-written gradients.
+
+MindSpore's CPU operators return uninitialised memory for a product over no rows, and cannot differentiate a gather of
+none; so experts and calls without rows never reach them.
+
+Shape suffixes: R rows, E experts, D input features, N output features, H hidden size.
+"""
+
+from mindspore import mint, ops
+from mindspore.common._grad_function import _Function
+
+__all__ = ["TakeRows", "GroupedLinear", "SwiGLU", "row_groups"]
+
+
+def row_groups(counts):
+    """(first row, row after the last) of every expert, in order; the two agree for one without rows."""
+    ends = [sum(counts[: expert + 1]) for expert in range(len(counts))]
+    return tuple((end - count, end) for count, end in zip(counts, ends))
+
+
+def _concatenate(pieces, shape, dtype):
+    return mint.cat(pieces, 0) if pieces else mint.zeros(shape, dtype=dtype)
+
+
+class TakeRows(_Function):
+    """``y[i] = x[index[i] // copies]``. The gradient is gathered by the inverse order: nothing is added at random."""
+
+    @staticmethod
+    def forward(ctx, x, index_R, inverse_R, copies):
+        ctx.inverse_R, ctx.copies = inverse_R, copies
+        if x.shape[0] == 0:
+            return x.copy()
+        return ops.gather(x, index_R if copies == 1 else index_R // copies, 0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad.shape[0] > 0:
+            grad = ops.gather(grad, ctx.inverse_R, 0)
+        if ctx.copies > 1:
+            grad = grad.reshape((grad.shape[0] // ctx.copies, ctx.copies, *grad.shape[1:])).sum(1)
+        return grad, None, None, None
+
+
+class GroupedLinear(_Function):
+    """``y = x @ w[e].T`` per expert."""
+
+    @staticmethod
+    def forward(ctx, x_RD, w_END, groups):
+        ctx.save_for_backward(x_RD, w_END)
+        ctx.groups = groups
+        pieces = [mint.matmul(x_RD[a:b], w_END[e].T) for e, (a, b) in enumerate(groups) if b > a]
+        return _concatenate(pieces, (0, w_END.shape[1]), x_RD.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_RN):
+        x_RD, w_END = ctx.saved_tensors
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            pieces = [mint.matmul(grad_RN[a:b], w_END[e]) for e, (a, b) in enumerate(ctx.groups) if b > a]
+            grad_x = _concatenate(pieces, x_RD.shape, x_RD.dtype)
+        if ctx.needs_input_grad[1]:
+            shape = (1, *w_END.shape[1:])
+            grad_w = mint.cat([
+                mint.matmul(grad_RN[a:b].T, x_RD[a:b]).reshape(shape) if b > a else mint.zeros(shape, dtype=w_END.dtype)
+                for a, b in ctx.groups
+            ], 0)
+        return grad_x, grad_w, None
+
+
+class SwiGLU(_Function):
+    """``silu(gate) * up``, times one score per row. Only the inputs are kept; the product is formed again backward."""
+
+    @staticmethod
+    def forward(ctx, gate, up, scores):
+        ctx.save_for_backward(gate, up)
+        ctx.scores = scores
+        hidden = gate * mint.sigmoid(gate) * up
+        return hidden if scores is None else (hidden * scores.reshape((-1, 1))).astype(gate.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        scores = ctx.scores
+        sigmoid = mint.sigmoid(gate)
+        silu = gate * sigmoid
+        grad_scores = None
+        if scores is not None:
+            grad_scores = (grad * (silu * up)).astype(scores.dtype).sum(1)
+            grad = (grad * scores.reshape((-1, 1))).astype(gate.dtype)
+        # d silu(g) / dg = sigmoid(g) * (1 + g - silu(g))
+        return grad * up * sigmoid * (1 + gate - silu), grad * silu, grad_scores

@@ -1,0 +1,157 @@
+"""The verbs of ``Platform`` on MindSpore."""
+
+import mindspore as ms
+import mindspore.communication as comm
+import numpy as np
+from mindspore import Tensor, mint, nn, ops
+
+from hyper_parallel.platform.mindspore import collectives, device_mesh, kernels, sharding
+from hyper_parallel.platform.mindspore import cpu_collectives as backend
+from hyper_parallel.platform.platform import Platform
+
+__all__ = ["MindSporePlatform"]
+
+INTEGERS = (ms.int8, ms.int16, ms.int32, ms.int64, ms.uint8, ms.uint16, ms.uint32, ms.uint64)
+
+
+class MindSporePlatform(Platform):
+    name = "mindspore"
+
+    def is_module(self, obj):
+        return isinstance(obj, nn.Cell)
+
+    def is_tensor(self, obj):
+        return isinstance(obj, Tensor)
+
+    def is_mesh(self, obj):
+        return isinstance(obj, device_mesh.DeviceMesh)
+
+    def public_class(self, name):
+        if name == "DeviceMesh":
+            return device_mesh.DeviceMesh
+        from hyper_parallel.platform.mindspore import modules
+
+        return getattr(modules, name)
+
+    # Modules
+
+    def parameters(self, module):
+        return dict(module._params)
+
+    def named_modules(self, module):
+        return module.cells_and_names()
+
+    def replaced_forward(self, module):
+        return "construct" in module.__dict__
+
+    def wrap_forward(self, module, label, wrapper):
+        sharding.wrap_construct(module, label, wrapper)
+
+    def label(self, module):
+        return getattr(type(module), sharding.LABEL, None)
+
+    # Meshes and layouts
+
+    def world_size(self, device_type):
+        device_mesh.check_device_type(device_type)
+        return comm.get_group_size()
+
+    def init_device_mesh(self, device_type, shape, names):
+        return device_mesh.init_device_mesh(device_type, shape, names)
+
+    def distribute_tensor(self, tensor, device_mesh, placements):
+        return sharding.distribute(tensor, device_mesh, placements)
+
+    def distribute_module(self, module, device_mesh, partition_fn, input_fn, output_fn):
+        if partition_fn is not None:
+            for name, cell in list(module.cells_and_names()):
+                partition_fn(name, cell, device_mesh)
+        if input_fn is not None:
+            module.register_forward_pre_hook(lambda cell, inputs: input_fn(cell, inputs, device_mesh))
+        if output_fn is not None:
+            module.register_forward_hook(lambda cell, inputs, outputs: output_fn(cell, outputs, device_mesh))
+        return module
+
+    def shard_parameter(self, module, name, device_mesh, placements):
+        sharding.shard_parameter(module, name, device_mesh, placements)
+
+    def is_sharded(self, parameter):
+        return isinstance(parameter, sharding.ShardedParameter)
+
+    # Integers
+
+    def is_integer(self, tensor):
+        return tensor.dtype in INTEGERS
+
+    def on_host(self, tensor):
+        return ms.get_context("device_target") == "CPU"
+
+    def to_host(self, *tensors):
+        values = mint.cat([tensor.astype(ms.int64) for tensor in tensors]).asnumpy()
+        ends = np.cumsum([tensor.shape[0] for tensor in tensors])[:-1]
+        return [part.tolist() for part in np.split(values, ends)]
+
+    def int_tensor(self, values, like):
+        return Tensor(np.asarray(values, np.int64))
+
+    # Rows
+
+    def take_rows(self, x, index_R, inverse_R, copies=1):
+        return kernels.TakeRows.apply(x, index_R, inverse_R, copies)
+
+    def row_groups(self, num_tokens_per_expert_E):
+        return kernels.row_groups(self.to_host(num_tokens_per_expert_E)[0])
+
+    def grouped_linear(self, x_RD, w_END, groups):
+        if x_RD.dtype != w_END.dtype:
+            raise ValueError(f"rows are {x_RD.dtype} but the experts' weights {w_END.dtype}; cast one of them")
+        return kernels.GroupedLinear.apply(x_RD, w_END, groups)
+
+    def swiglu(self, gate, up, scores=None):
+        return kernels.SwiGLU.apply(gate, up, scores)
+
+    # Routing
+
+    def top_k(self, logits_TE, top_k, score_func, normalize, scale):
+        logits_TE = logits_TE.astype(ms.float32) if logits_TE.dtype in (ms.float16, ms.bfloat16) else logits_TE
+        scores_TE = mint.softmax(logits_TE, 1) if score_func == "softmax" else mint.sigmoid(logits_TE)
+        scores_TK, selected_TK = ops.topk(scores_TE, top_k, dim=1)
+        if normalize:
+            scores_TK = scores_TK / scores_TK.sum(1, keepdims=True)
+        return scores_TK * scale, selected_TK.astype(ms.int64)
+
+    def sort_by_expert(self, selected_TK, num_experts):
+        # MindSpore's CPU backend lacks most of these operators; numpy has them, and reads the tensor in place.
+        experts_R = selected_TK.asnumpy().reshape(-1)
+        order_R = np.argsort(experts_R, kind="stable")
+        inverse_R = np.empty_like(order_R)
+        inverse_R[order_R] = np.arange(len(order_R))
+        counts_E = np.bincount(experts_R, minlength=num_experts)
+        return tuple(Tensor(values.astype(np.int64)) for values in (order_R, inverse_R, counts_E))
+
+    def reshape(self, x, shape):
+        return x.reshape(shape)
+
+    def sum_copies(self, x_TKD):
+        return x_TKD.sum(1)
+
+    # Collectives
+
+    def exchange_counts(self, counts, group, name):
+        splits = [counts.shape[0] // comm.get_group_size(group)] * comm.get_group_size(group)
+        return backend.all_to_all(counts.astype(ms.int64), splits, splits, group, name)
+
+    def all_to_all_rows(self, x, send_splits, recv_splits, group, name):
+        return collectives.AllToAllRows.apply(x, send_splits, recv_splits, group, name)
+
+    def copy_to_group(self, x, group, name):
+        return collectives.CopyToGroup.apply(x, group, name)
+
+    def reduce_from_group(self, x, group, name):
+        return collectives.ReduceFromGroup.apply(x, group, name)
+
+    def digests(self, x, group, name):
+        rows = x.asnumpy().reshape(x.shape[0], -1).astype(np.float64)
+        digest = [x.shape[0], rows.sum(), np.square(rows).sum(), rows.sum(1) @ np.arange(1, x.shape[0] + 1)]
+        gathered = backend.all_gather(Tensor(np.asarray(digest, np.float64)), group, name)
+        return [vector.asnumpy().tolist() for vector in gathered]

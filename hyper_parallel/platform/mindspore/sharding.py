@@ -1,0 +1,85 @@
+"""Parameters that hold a shard, and cells that compute with them.
+
+MindSpore 2.10 has no distributed tensor; a ``ShardedParameter`` is a parameter of the local shape that knows its layout.
+"""
+
+from mindspore import Parameter, Tensor, mint
+
+from hyper_parallel.platform.mindspore import cpu_collectives as backend
+
+__all__ = ["ShardedParameter", "distribute", "shard_parameter", "wrap_construct", "LABEL"]
+
+LABEL = "_hyper_parallel_style"
+
+
+class ShardedParameter(Parameter, Tensor):
+    """A parameter that is one shard of a tensor laid out over a mesh. Shape and values are the shard's.
+
+    Attributes:
+        device_mesh: the mesh. placements: one placement per mesh axis.
+    """
+
+    @staticmethod
+    def of(local, name, requires_grad, device_mesh, placements):
+        parameter = Parameter(local, name=name, requires_grad=requires_grad)
+        # MindSpore builds a parameter's class at run time, so that it cannot be constructed as another one.
+        parameter.__class__ = ShardedParameter
+        parameter.device_mesh, parameter.placements = device_mesh, placements
+        return parameter
+
+    def to_local(self):
+        """The shard: this parameter itself."""
+        return self
+
+    def full_tensor(self):
+        """The whole tensor, gathered from all ranks of the mesh, every one of which must call this. No gradient."""
+        whole = Tensor(self)
+        # Later axes cut what earlier ones have left, so they are put together first.
+        for axis in reversed(range(self.device_mesh.ndim)):
+            if self.placements[axis].is_shard() and self.device_mesh.size(axis) > 1:
+                group = self.device_mesh.get_group(axis)
+                shards = backend.all_gather(whole, group, f"full_tensor: all-gather of {self.name}")
+                whole = mint.cat(shards, self.placements[axis].dim)
+        return whole
+
+    def __deepcopy__(self, memo):
+        copy = Tensor(self).copy()
+        return ShardedParameter.of(copy, self.name, self.requires_grad, self.device_mesh, self.placements)
+
+
+def distribute(tensor, device_mesh, placements, name="tensor", requires_grad=False):
+    """This rank's part, as a ``ShardedParameter``, of the tensor that the mesh's first rank holds."""
+    local = Tensor(tensor)
+    for axis in range(device_mesh.ndim):
+        if device_mesh.size(axis) > 1:
+            source, group = device_mesh.axis_ranks(axis)[0], device_mesh.get_group(axis)
+            local = backend.broadcast(local, source, group, f"distribute_tensor: broadcast of {name}")
+    for axis, placement in enumerate(placements):
+        if placement.is_shard():
+            size = local.shape[placement.dim] // device_mesh.size(axis)
+            local = mint.narrow(local, placement.dim, device_mesh.get_local_rank(axis) * size, size)
+    return ShardedParameter.of(local.contiguous().copy(), name, requires_grad, device_mesh, placements)
+
+
+def shard_parameter(cell, name, device_mesh, placements):
+    """Replace a parameter by its shard, under the name that optimizers and checkpoints know."""
+    old = getattr(cell, name)
+    if old.has_init:
+        old = old.init_data()
+    new = distribute(old, device_mesh, placements, old.name, old.requires_grad)
+    cell.insert_param_to_cell(name, new)
+    new.name = old.name
+
+
+def wrap_construct(cell, label, wrapper):
+    """Give ``cell`` a subclass of its class whose construct is ``wrapper``; see ``Platform.wrap_forward``."""
+    original = type(cell)
+
+    def construct(self, x, num_tokens_per_expert, scores=None):
+        def local_forward(*inputs):
+            return original.construct(self, *inputs)
+
+        return wrapper(self, local_forward, x, num_tokens_per_expert, scores)
+
+    body = {"construct": construct, LABEL: label, "__module__": original.__module__, "__doc__": original.__doc__}
+    cell.__class__ = type(f"{label}{original.__name__}", (original,), body)

@@ -1,0 +1,197 @@
+"""The verbs that ``core`` asks of a framework. One meaning on every platform, small, and complete.
+
+Shapes: R rows, T tokens, K experts per token, E experts (of this call), D and N feature sizes, H hidden size,
+P ranks of a group. A group is whatever the platform's mesh returns from ``get_group``.
+``name`` arguments are words for error messages: what the collective is for.
+"""
+
+from abc import ABC, abstractmethod
+
+__all__ = ["Platform"]
+
+
+class Platform(ABC):
+    """A framework, as ``core`` sees it."""
+
+    name: str
+
+    # Objects
+
+    def owns(self, obj) -> bool:
+        """Whether ``obj`` is a module, tensor or mesh of this framework."""
+        return self.is_module(obj) or self.is_tensor(obj) or self.is_mesh(obj)
+
+    @abstractmethod
+    def is_module(self, obj) -> bool:
+        """Whether ``obj`` is a module of this framework."""
+
+    @abstractmethod
+    def is_tensor(self, obj) -> bool:
+        """Whether ``obj`` is a tensor that holds its own data (a sharded parameter's local value is; a DTensor not)."""
+
+    @abstractmethod
+    def is_mesh(self, obj) -> bool:
+        """Whether ``obj`` is a device mesh of this framework."""
+
+    @abstractmethod
+    def public_class(self, name):
+        """The framework's class behind a public name: GroupedExperts, MoE, FeedForward, TokenChoiceTopKRouter,
+        DeviceMesh."""
+
+    # Modules
+
+    @abstractmethod
+    def parameters(self, module) -> dict:
+        """The module's own parameters by name, without those of its children."""
+
+    @abstractmethod
+    def named_modules(self, module):
+        """Iterate ``(dotted name, module)`` over the module (name "") and everything inside it."""
+
+    @abstractmethod
+    def replaced_forward(self, module) -> bool:
+        """Whether forward was replaced on this one object, so that its class no longer says what it computes."""
+
+    @abstractmethod
+    def wrap_forward(self, module, label, wrapper):
+        """Run ``wrapper(module, local_forward, x, num_tokens_per_expert, scores)`` whenever ``module`` is called.
+
+        ``local_forward(*inputs)`` is the module's own forward, which finds local tensors under its parameters' names.
+        Nothing of one call is kept on the module, deep copies work, and the class's name shows ``label``.
+        """
+
+    @abstractmethod
+    def label(self, module):
+        """The label of an earlier ``wrap_forward``, or None."""
+
+    # Meshes and layouts
+
+    @abstractmethod
+    def world_size(self, device_type) -> int:
+        """Number of running ranks. Raises RuntimeError if communication for the device type is not initialised."""
+
+    @abstractmethod
+    def init_device_mesh(self, device_type, shape, names):
+        """Make the mesh and its groups; arguments are checked."""
+
+    @abstractmethod
+    def distribute_tensor(self, tensor, device_mesh, placements):
+        """Lay out the first rank's ``tensor``; ``placements`` are ours, checked, dims not negative."""
+
+    @abstractmethod
+    def distribute_module(self, module, device_mesh, partition_fn, input_fn, output_fn):
+        """See ``hyper_parallel.distribute_module``."""
+
+    @abstractmethod
+    def shard_parameter(self, module, name, device_mesh, placements):
+        """Replace one parameter by its layout over the mesh; name, dtype and requires_grad stay."""
+
+    @abstractmethod
+    def is_sharded(self, parameter) -> bool:
+        """Whether a parameter is already laid out over a mesh."""
+
+    # Integers, and where they are
+
+    @abstractmethod
+    def is_integer(self, tensor) -> bool:
+        """Whether the tensor's dtype is a signed or unsigned integer (not bool)."""
+
+    @abstractmethod
+    def on_host(self, tensor) -> bool:
+        """Whether reading the tensor's values costs no copy from a device."""
+
+    @abstractmethod
+    def to_host(self, *tensors) -> list:
+        """Values of 1-D integer tensors as lists of Python ints: one copy from the device for all of them."""
+
+    @abstractmethod
+    def int_tensor(self, values, like):
+        """An int64 tensor of a numpy array or list of ints, on the device of ``like``."""
+
+    # Rows. No verb changes its inputs; all are differentiable in their floating inputs.
+
+    @abstractmethod
+    def take_rows(self, x, index_R, inverse_R, copies=1):
+        """``y[i] = x[index[i] // copies]``: rows of x, each ``copies`` times, in the order of a permutation.
+
+        Args:
+            x: [R / copies, ...].
+            index_R: int64 [R], a permutation.
+            inverse_R: int64 [R], its inverse (``inverse[index[i]] = i``).
+
+        Gradient: taken back by ``inverse`` and summed over the copies.
+        """
+
+    @abstractmethod
+    def row_groups(self, num_tokens_per_expert_E):
+        """Whatever ``grouped_linear`` wants to know of the counts, computed once per forward."""
+
+    @abstractmethod
+    def grouped_linear(self, x_RD, w_END, groups):
+        """``y = x @ w[e].T`` for the rows of each expert e: [R, N].
+
+        An expert without rows gets a zero gradient, never a missing one. Under the framework's autocast both inputs
+        are cast to its dtype first.
+        """
+
+    @abstractmethod
+    def swiglu(self, gate, up, scores=None):
+        """``silu(gate) * up``, times ``scores`` (one per row of 2-D inputs) where given; dtype of ``gate``."""
+
+    # Routing
+
+    @abstractmethod
+    def top_k(self, logits_TE, top_k, score_func, normalize, scale):
+        """Scores of each token's best experts, in fp32.
+
+        Args:
+            score_func: "softmax" or "sigmoid" of the logits.
+            normalize: divide a token's chosen scores by their sum.
+            scale: factor for the chosen scores.
+
+        Returns:
+            scores [T, K], differentiable, and the experts' ids [T, K] (int64).
+        """
+
+    @abstractmethod
+    def sort_by_expert(self, selected_TK, num_experts):
+        """Stable order of the T*K routed rows by expert.
+
+        Returns:
+            order int64 [T*K], its inverse int64 [T*K], and the number of rows per expert int64 [E].
+        """
+
+    @abstractmethod
+    def reshape(self, x, shape):
+        """The same values with another shape, all of whose sizes are given."""
+
+    @abstractmethod
+    def sum_copies(self, x_TKD):
+        """Sum over dim 1: [T, D]."""
+
+    # Collectives. Their inputs may be non-contiguous; outputs are fresh tensors.
+
+    @abstractmethod
+    def exchange_counts(self, counts, group, name):
+        """Send chunk r of ``counts`` (int64, equal chunks) to rank r of the group; returns what the ranks sent here,
+        in rank order. The result is complete when this returns: the host may read it. No gradient."""
+
+    @abstractmethod
+    def all_to_all_rows(self, x, send_splits, recv_splits, group, name):
+        """Send ``send_splits[r]`` rows to rank r, receive ``recv_splits[r]`` rows from it, both in rank order.
+
+        Gradient: the same exchange with the splits swapped.
+        """
+
+    @abstractmethod
+    def copy_to_group(self, x, group, name):
+        """Forward: x. Backward: the gradient summed over the group. For a value all ranks hold, used in parts."""
+
+    @abstractmethod
+    def reduce_from_group(self, x, group, name):
+        """Forward: x summed over the group. Backward: the gradient as it is, for it is the same on every rank."""
+
+    @abstractmethod
+    def digests(self, x, group, name) -> list:
+        """A short list of floats per rank of the group, in rank order, that differ where the ranks' x differ. For
+        checks: no gradient."""

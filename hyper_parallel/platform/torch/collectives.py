@@ -1,0 +1,89 @@
+"""Collectives over a torch process group, each with its gradient.
+
+Every tensor is made contiguous before a backend sees it: gradients of ``sum()`` have stride 0, slices have gaps.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.platform.operation import operation
+
+__all__ = ["all_gather_vector", "exchange_counts", "AllToAllRows", "CopyToGroup", "ReduceFromGroup"]
+
+
+def _named(name, group):
+    return operation(name, dist.get_process_group_ranks(group), dist.get_rank())
+
+
+def exchange_counts(counts, group, name):
+    """Equal-chunk all-to-all that is complete when it returns."""
+    counts = counts.to(torch.int64).contiguous()
+    received = torch.empty_like(counts)
+    with _named(name, group):
+        # Waiting on the handle is what makes the numbers valid: HCCL and NCCL give the host no order of their own.
+        dist.all_to_all_single(received, counts, group=group, async_op=True).wait()
+    return received
+
+
+def all_gather_vector(vector, group, name):
+    """[P, len(vector)]: the vectors of all ranks of the group."""
+    gathered = [torch.empty_like(vector) for _ in range(dist.get_world_size(group))]
+    with _named(name, group):
+        dist.all_gather(gathered, vector.contiguous(), group=group)
+    return torch.stack(gathered)
+
+
+def _all_to_all(x, send_splits, recv_splits, group, name):
+    received = x.new_empty((sum(recv_splits), *x.shape[1:]))
+    with _named(name, group):
+        dist.all_to_all_single(received, x.contiguous(), list(recv_splits), list(send_splits), group=group)
+    return received
+
+
+def _all_reduce(x, group, name):
+    summed = x.clone(memory_format=torch.contiguous_format)
+    with _named(name, group):
+        dist.all_reduce(summed, group=group)
+    return summed
+
+
+class AllToAllRows(torch.autograd.Function):
+    """Forward: rows to the ranks they are meant for. Backward: their gradients back, with the splits swapped."""
+
+    @staticmethod
+    def forward(ctx, x, send_splits, recv_splits, group, name):
+        ctx.swapped = functools.partial(
+            _all_to_all, send_splits=recv_splits, recv_splits=send_splits, group=group, name=f"{name} (backward)"
+        )
+        return _all_to_all(x, send_splits, recv_splits, group, name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.swapped(grad), None, None, None, None
+
+
+class CopyToGroup(torch.autograd.Function):
+    """Forward: identity. Backward: sum over the group."""
+
+    @staticmethod
+    def forward(ctx, x, group, name):
+        ctx.group, ctx.name = group, name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_reduce(grad, ctx.group, f"{ctx.name} (backward)"), None, None
+
+
+class ReduceFromGroup(torch.autograd.Function):
+    """Forward: sum over the group. Backward: identity."""
+
+    @staticmethod
+    def forward(ctx, x, group, name):
+        return _all_reduce(x, group, name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
