@@ -14,8 +14,8 @@ RUN := $(VENV)/bin/python
 demo: $(PLATFORMS:%=$(VENV)/with-%)
 	$(RUN) examples/train_moe.py --platform $(PLATFORM)
 
-test: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-test lint
-	$(RUN) -m pytest
+test: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-test $(VENV)/with-peer lint
+	HYPER_PARALLEL_TEST_PLATFORMS=torch,mindspore $(RUN) -m pytest
 
 lint: $(VENV)/with-test
 	$(RUN) -m ruff check .
@@ -30,6 +30,11 @@ $(VENV)/with-examples: setup.py | $(VENV)/bin/python
 
 $(VENV)/with-test: setup.py | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet --editable '.[test]'
+	touch $@
+
+# TorchTitan beside ours, for the tests that compare: three of its files are loaded, without what it depends on.
+$(VENV)/with-peer: | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --no-deps torchtitan==0.2.2
 	touch $@
 
 $(VENV)/with-%: platform/%/requirements.txt setup.py | $(VENV)/with-examples

@@ -63,8 +63,10 @@ class DeviceMesh:
         self.mesh_dim_names = mesh_dim_names
         where = np.argwhere(self.mesh == rank)
         self._coordinate = None if len(where) == 0 else tuple(int(c) for c in where[0])
-        self._groups = None if self._coordinate is None else tuple(
-            self._make_group(self.axis_ranks(axis)) for axis in range(self.ndim)
+        self._groups = (
+            None
+            if self._coordinate is None
+            else tuple(self._make_group(self.axis_ranks(axis)) for axis in range(self.ndim))
         )
 
     def _make_group(self, ranks):

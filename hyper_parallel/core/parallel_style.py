@@ -61,8 +61,7 @@ def parallelize_module(module, device_mesh, plan):
     """
     platform = get_platform(module)
     steps = [
-        (name, target, style, _mesh_for(style, device_mesh))
-        for name, target, style in _resolve(platform, module, plan)
+        (name, target, style, _mesh_for(style, device_mesh)) for name, target, style in _resolve(platform, module, plan)
     ]
     named_twice = {name for name, *_ in steps if sum(name == other for other, *_ in steps) > 1}
     if named_twice:

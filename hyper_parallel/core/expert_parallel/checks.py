@@ -67,9 +67,8 @@ def _check_other_parameters(platform, module, parameters, style, num_experts):
     others = [name for name in parameters if name not in WEIGHTS]
     if num_experts is not None:
         others = [name for name in others if tuple(parameters[name].shape[:1]) != (num_experts,)]
-    others += [
-        f"{path}.{name}" for path, child in platform.named_modules(module) if path for name in platform.parameters(child)
-    ]
+    for path, child in platform.named_modules(module):
+        others += [f"{path}.{name}" for name in platform.parameters(child) if path]
     if others:
         raise ValueError(f"{style} cannot shard parameters other than w1, w2, w3; this module also has {others}")
 

@@ -32,7 +32,7 @@ def init_device_mesh(device_type, shape, names):
 
 
 def check_device_type(device_type):
-    """Raise ``ValueError`` unless MindSpore runs on the device type, ``RuntimeError`` unless its ranks are connected."""
+    """Raise ``ValueError`` unless MindSpore runs on this type, ``RuntimeError`` unless its ranks are connected."""
     target = ms.get_context("device_target")
     if DEVICE_TARGETS.get(device_type) != target:
         raise ValueError(

@@ -60,10 +60,15 @@ class GroupedLinear(_Function):
             grad_x = _concatenate(pieces, x_RD.shape, x_RD.dtype)
         if ctx.needs_input_grad[1]:
             shape = (1, *w_END.shape[1:])
-            grad_w = mint.cat([
-                mint.matmul(grad_RN[a:b].T, x_RD[a:b]).reshape(shape) if b > a else mint.zeros(shape, dtype=w_END.dtype)
-                for a, b in ctx.groups
-            ], 0)
+            grad_w = mint.cat(
+                [
+                    mint.matmul(grad_RN[a:b].T, x_RD[a:b]).reshape(shape)
+                    if b > a
+                    else mint.zeros(shape, dtype=w_END.dtype)
+                    for a, b in ctx.groups
+                ],
+                0,
+            )
         return grad_x, grad_w, None
 
 

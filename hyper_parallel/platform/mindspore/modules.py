@@ -101,8 +101,16 @@ class MoE(nn.Cell):
     """
 
     def __init__(
-        self, dim, hidden_dim, num_experts, top_k, *,
-        num_shared_experts=0, score_func="softmax", route_norm=False, route_scale=1.0,
+        self,
+        dim,
+        hidden_dim,
+        num_experts,
+        top_k,
+        *,
+        num_shared_experts=0,
+        score_func="softmax",
+        route_norm=False,
+        route_scale=1.0,
     ):
         super().__init__()
         self.router = TokenChoiceTopKRouter(dim, num_experts, top_k, score_func, route_norm, route_scale)

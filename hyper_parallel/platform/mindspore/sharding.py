@@ -1,6 +1,6 @@
 """Parameters that hold a shard, and cells that compute with them.
 
-MindSpore 2.10 has no distributed tensor; a ``ShardedParameter`` is a parameter of the local shape that knows its layout.
+MindSpore 2.10 has no distributed tensor; a ``ShardedParameter`` is one of the local shape that knows its layout.
 """
 
 from mindspore import Parameter, Tensor, mint

@@ -1,0 +1,64 @@
+"""Rank pools for all tests.
+
+HYPER_PARALLEL_TEST_PLATFORMS ("torch", or "torch,mindspore") names the platforms that must be tested; without it the
+installed ones are tested, and the others skipped.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.pool import RankPool
+
+KNOWN = ("torch", "mindspore")
+REQUIRED = tuple(filter(None, os.environ.get("HYPER_PARALLEL_TEST_PLATFORMS", "").replace(" ", "").split(",")))
+PLATFORMS = REQUIRED or KNOWN
+if not set(REQUIRED) <= set(KNOWN):
+    raise pytest.UsageError(f"HYPER_PARALLEL_TEST_PLATFORMS={','.join(REQUIRED)}: the platforms are {','.join(KNOWN)}")
+
+
+def _require(platform: str) -> None:
+    if platform not in PLATFORMS:
+        pytest.skip(f"{platform} is not in HYPER_PARALLEL_TEST_PLATFORMS={','.join(REQUIRED)}")
+    if importlib.util.find_spec(platform) is None:
+        if REQUIRED:
+            raise RuntimeError(f"HYPER_PARALLEL_TEST_PLATFORMS asks for {platform}, which is not installed")
+        pytest.skip(f"{platform} is not installed")
+
+
+@pytest.fixture(scope="session")
+def torch_pool() -> Iterator[RankPool]:
+    """Four ranks of PyTorch."""
+    _require("torch")
+    with RankPool("torch", 4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def mindspore_pool() -> Iterator[RankPool]:
+    """Four ranks of MindSpore."""
+    _require("mindspore")
+    with RankPool("mindspore", 4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session", params=PLATFORMS)
+def platform(request: pytest.FixtureRequest) -> str:
+    """Runs a test once per platform, and all tests of one platform after each other."""
+    _require(request.param)
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def pool(platform: str, request: pytest.FixtureRequest) -> RankPool:
+    """Four ranks of every platform in turn."""
+    return request.getfixturevalue(f"{platform}_pool")
+
+
+@pytest.fixture(scope="module")
+def big_pool(platform: str) -> Iterator[RankPool]:
+    """Eight ranks of every platform in turn, for one module only."""
+    with RankPool(platform, 8) as pool:
+        yield pool

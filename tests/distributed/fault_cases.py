@@ -1,0 +1,181 @@
+"""Cases for faults that MoE libraries have really had; see test_faults.py."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import numpy as np
+
+import hyper_parallel as hp
+from tests.distributed import parity
+from tests.distributed.expert_cases import parallel_experts
+from tests.distributed.recording import recorded
+from tests.distributed.setting import coordinates
+
+
+def backward_collectives(context, ep, tp, problem):
+    """How many collectives the backward pass issues, and whether output and gradients exist."""
+    experts = parallel_experts(context, "ExpertTensorParallel", ep, tp, problem)
+    ep_rank, _ = coordinates(context, ep, tp)
+    with counted(context) as calls:
+        evaluation = parity.evaluate(context, experts, problem, ep_rank)
+        total = len(calls)
+        forward = evaluate_forward_only(context, experts, problem, ep_rank, calls)
+    weights = evaluation.parameter_gradients
+    return {
+        "rows": len(evaluation.output),
+        "backward": total - forward,
+        "shapes": (evaluation.output.shape, evaluation.input_gradients[0].shape),
+        "gradients": {name: None if g is None else (g.shape, float(np.abs(g).max())) for name, g in weights.items()},
+        "local_shapes": {name: tuple(p.shape) for name, p in context.framework.parameters(experts).items()},
+    }
+
+
+def evaluate_forward_only(context, experts, problem, ep_rank, calls):
+    before = len(calls)
+    adapter = context.framework
+    x, counts, scores = problem.x[ep_rank], problem.counts[ep_rank], problem.scores[ep_rank]
+    experts(adapter.tensor(x), adapter.int_tensor(counts), adapter.tensor(scores))
+    return len(calls) - before
+
+
+@contextmanager
+def counted(context):
+    """Collectives as the platform issues them. On MindSpore an exchange is one, whatever messages it is made of."""
+    if context.platform == "torch":
+        with recorded(context) as calls:
+            yield calls
+        return
+    from hyper_parallel.platform.mindspore import cpu_collectives as backend
+
+    calls = []
+
+    def counting(function):
+        def call(*args):
+            calls.append(function.__name__)
+            return function(*args)
+
+        return call
+
+    with mock.patch.multiple(backend, all_to_all=counting(backend.all_to_all), all_reduce=counting(backend.all_reduce)):
+        yield calls
+
+
+def late_counts(context, ep, tp, problem, honest=True):
+    """Parity on a backend that fills a result only when it is waited for (never, if not ``honest``)."""
+    with late_backend(context, honest):
+        return parity.errors(context, "ExpertTensorParallel", ep, tp, problem)
+
+
+def late_backend(context, honest):
+    if context.platform == "torch":
+        import torch.distributed as dist
+
+        return mock.patch.object(dist, "all_to_all_single", _late_torch(dist.all_to_all_single, honest))
+    from hyper_parallel.platform.mindspore import cpu_collectives
+
+    late = _late_mindspore(cpu_collectives.dist_comm_irecv_op, honest)
+    return mock.patch.object(cpu_collectives, "dist_comm_irecv_op", late)
+
+
+class _Late:
+    def __init__(self, fill):
+        self.wait = fill
+
+
+def _late_torch(all_to_all_single, honest):
+    import torch
+
+    def call(output, value, *splits, group=None, async_op=False):
+        if not async_op:
+            return all_to_all_single(output, value, *splits, group=group)
+        arrived = torch.empty_like(output)
+        work = all_to_all_single(arrived, value, *splits, group=group, async_op=True)
+        output.zero_()
+
+        def fill():
+            work.wait()
+            if honest:
+                output.copy_(arrived)
+
+        return _Late(fill)
+
+    return call
+
+
+def _late_mindspore(irecv, honest):
+    from mindspore import mint
+
+    def call(target, tag, source, group):
+        arrived = mint.empty(target.shape, dtype=target.dtype)
+        handle = irecv(arrived, tag, source, group)[1]
+        target.copy_(mint.zeros(target.shape, dtype=target.dtype))
+
+        def fill():
+            handle.wait()
+            if honest:
+                target.copy_(arrived)
+
+        return target, _Late(fill)
+
+    return call
+
+
+def stay_away(context, problem, how):
+    """Rank 3 dies, or does not enter the forward pass; the others call the experts."""
+    import os
+    import time
+
+    experts = parallel_experts(context, "ExpertTensorParallel", 2, 2, problem)
+    if context.rank == 3:
+        if how == "die":
+            os._exit(7)
+        time.sleep(12)
+        return "stayed away"
+    began = time.monotonic()
+    ep_rank, _ = coordinates(context, 2, 2)
+    try:
+        parity.evaluate(context, experts, problem, ep_rank)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    return None, time.monotonic() - began
+
+
+def late_backward(context, problem):
+    """Rank 3 leaves after its forward pass; the others find out in their backward pass."""
+    import os
+    import time
+
+    adapter = context.framework
+    experts = parallel_experts(context, "ExpertTensorParallel", 2, 2, problem)
+    ep_rank, _ = coordinates(context, 2, 2)
+    counts, target = adapter.int_tensor(problem.counts[ep_rank]), adapter.tensor(problem.targets[ep_rank])
+
+    def function(x):
+        output = experts(x, counts)
+        if context.rank == 3:
+            os._exit(7)
+        return adapter.loss(output, target), output
+
+    began = time.monotonic()
+    try:
+        adapter.value_and_gradients(function, [adapter.tensor(problem.x[ep_rank])], experts)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    return None, time.monotonic() - began
+
+
+def local_sizes(context, ep, tp):
+    """Parameter elements on this rank, of the whole, and the names, after parallelize_module on a nested model."""
+    from tests.distributed.error_cases import nested_model
+    from tests.distributed.setting import mesh_for
+
+    hp.set_platform(context.platform)
+    model = nested_model(context)
+    total = sum(int(np.prod(p.shape)) for p in context.framework.parameters(model).values())
+    names = list(context.framework.parameters(model))
+    style = hp.ExpertTensorParallel()
+    hp.parallelize_module(model, mesh_for(context, style, ep, tp), {"layers.*.experts": style})
+    parameters = context.framework.parameters(model)
+    local = sum(int(np.prod(p.shape)) for p in parameters.values())
+    own_names = [p.name for p in model.get_parameters()] if context.platform == "mindspore" else names
+    return local, total, list(parameters) == names and own_names == names

@@ -1,0 +1,104 @@
+"""Recording every collective that the frameworks themselves are asked for, with the ranks of its group."""
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+from hyper_parallel.core.expert_parallel.expert_parallel import ExpertParallel
+
+TORCH = (
+    "all_reduce",
+    "all_gather",
+    "all_to_all_single",
+    "broadcast",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "reduce_scatter",
+    "all_to_all",
+    "scatter",
+    "gather",
+    "reduce",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "barrier",
+)
+MINDSPORE = (
+    "all_reduce",
+    "all_gather",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+    "all_to_all",
+    "all_to_all_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "send",
+    "recv",
+)
+MINDSPORE_PRIMITIVES = ("dist_comm_isend_op", "dist_comm_irecv_op")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """``step`` is the method of the style that was running: "_token_dispatch", "_token_combine", or "" outside."""
+
+    verb: str
+    ranks: tuple
+    step: str
+
+
+@contextmanager
+def recorded(context):
+    """Yield the growing list of collectives issued on this rank inside the block, point-to-point ones included."""
+    calls, step = [], [""]
+    with ExitStack() as stack:
+        for owner, verb, ranks_of in _targets(context.platform):
+            recording = _recording(getattr(owner, verb), verb, ranks_of, calls, step)
+            stack.enter_context(mock.patch.object(owner, verb, recording))
+        for method in ("_token_dispatch", "_token_combine"):
+            original = getattr(ExpertParallel, method)
+            stack.enter_context(mock.patch.object(ExpertParallel, method, _during(original, method, step)))
+        yield calls
+
+
+def _recording(original, verb, ranks_of, calls, step):
+    def call(*args, **kwargs):
+        calls.append(Collective(verb, tuple(ranks_of(args, kwargs)), step[0]))
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _during(original, method, step):
+    def call(*args, **kwargs):
+        step[0] = method
+        try:
+            return original(*args, **kwargs)
+        finally:
+            step[0] = ""
+
+    return call
+
+
+def _targets(platform):
+    if platform == "torch":
+        import torch.distributed as dist
+
+        return [(dist, verb, lambda args, kwargs: dist.get_process_group_ranks(kwargs.get("group"))) for verb in TORCH]
+    import mindspore.communication as comm
+    from mindspore.mint import distributed as dist
+
+    from hyper_parallel.platform.mindspore import cpu_collectives
+
+    def by_name(args, kwargs):
+        return comm.get_process_group_ranks(kwargs["group"])
+
+    def by_position(args, kwargs):  # isend(x, peer, group, tag), irecv(x, tag, peer, group)
+        return comm.get_process_group_ranks(next(arg for arg in args if isinstance(arg, str)))
+
+    targets = [(dist, verb, by_name) for verb in MINDSPORE if hasattr(dist, verb)]
+    return targets + [(cpu_collectives, verb, by_position) for verb in MINDSPORE_PRIMITIVES]

@@ -1,0 +1,14 @@
+"""Eight ranks: the same experts over every factorisation into ep x tp (vllm-ascend 991)."""
+
+import pytest
+
+from tests import oracle
+from tests.distributed import parity
+from tests.frameworks import framework
+
+
+@pytest.mark.parametrize("ep,tp", [(2, 4), (4, 2), (8, 1), (1, 8), (2, 2)])
+def test_one_device(big_pool, ep, tp):
+    problem = oracle.make_problem(ep, 8, 6, 16)
+    results = big_pool.run(parity.errors, style="ExpertTensorParallel", ep=ep, tp=tp, problem=problem)
+    parity.assert_close(results, framework(big_pool.platform).tolerance)

@@ -1,0 +1,36 @@
+"""Two implementations on the same numbers: torch beside MindSpore, and ours beside TorchTitan's."""
+
+import importlib.util
+
+import pytest
+
+from tests import oracle
+from tests.distributed import expert_cases
+
+
+@pytest.mark.parametrize("ep,tp", [(2, 2), (4, 1)])
+def test_torch_and_mindspore(torch_pool, mindspore_pool, ep, tp):
+    problem = oracle.make_problem(ep, 8, 6, 8)
+    arguments = {"style": "ExpertTensorParallel", "ep": ep, "tp": tp, "problem": problem}
+    pairs = zip(
+        torch_pool.run(expert_cases.evaluations, **arguments), mindspore_pool.run(expert_cases.evaluations, **arguments)
+    )
+    for (where, first), (also_where, second) in pairs:
+        assert where == also_where
+        compared = [(first.output, second.output), *zip(first.input_gradients, second.input_gradients)]
+        compared += [(first.parameter_gradients[name], second.parameter_gradients[name]) for name in ("w1", "w2", "w3")]
+        assert max(oracle.relative_error(b, a) for a, b in compared) < 1e-5
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torchtitan"), reason="needs: pip install --no-deps torchtitan==0.2.2")
+@pytest.mark.parametrize("ep,tp", [(2, 2), (4, 1), (1, 4)])
+def test_torchtitan(torch_pool, ep, tp):
+    from tests.distributed import peer_cases
+
+    problem = oracle.make_problem(ep, 8, 6, 8)
+    arguments = {"ep": ep, "tp": tp, "problem": problem}
+    for differences in torch_pool.run(peer_cases.against_torchtitan, **arguments):
+        assert max(differences) < 1e-5, differences
+    if tp > 1:  # its output alone is one term of the sum
+        for differences in torch_pool.run(peer_cases.against_torchtitan, whole_output=False, **arguments):
+            assert differences[0] > 0.1

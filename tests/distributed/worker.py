@@ -1,0 +1,97 @@
+"""One process of a `RankPool`: `python -m tests.distributed.worker PLATFORM rank|scheduler CHANNEL`."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+from tests.distributed.pool import RankContext, RankError
+from tests.frameworks import framework
+
+_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+
+
+def main(platform: str, role: str, channel: str) -> None:
+    """Join the process group, then answer one case after the other until the parent closes the channel."""
+    faulthandler.register(signal.SIGUSR1)
+    connection = Connection(int(channel))
+    _end_with_parent()
+    if connection.poll():
+        return  # The channel is closed, since nothing is sent so early: the parent ended before it could be watched.
+    if role == "scheduler":
+        _join_mindspore()  # Does not return while there are ranks.
+        return
+    context = _join(platform)
+    connection.send(None)
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(0)  # There is nobody left for whom the frameworks should take leave of each other.
+        connection.send_bytes(_answer(context, request))
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot end its ranks, so the kernel does, even while a framework holds the interpreter. Where the
+    kernel cannot, the limit of the collectives and the closed channel end the ranks."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _answer(context: RankContext, request: bytes) -> bytes:
+    try:
+        name, kwargs = pickle.loads(request)
+        return pickle.dumps(_function(name)(context, **kwargs))
+    except BaseException as error:  # Whatever it is, the parent shows it.
+        return pickle.dumps(_described(error))
+    finally:
+        context.framework.clear_after_error()  # A case that caught its error itself may need it too.
+
+
+def _join(platform: str) -> RankContext:
+    if platform == "torch":
+        rank, world_size = _join_torch()
+    else:
+        rank, world_size = _join_mindspore()
+    return RankContext(platform, rank, world_size, framework(platform))
+
+
+def _join_torch() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    limit_s = int(os.environ["RANK_POOL_COLLECTIVE_LIMIT_S"])
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=limit_s))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _join_mindspore() -> tuple[int, int]:
+    import mindspore as ms
+    from mindspore import communication
+
+    ms.set_device("CPU")
+    communication.init("mccl")
+    ms.runtime.launch_blocking()  # Faster for small work, and an error is raised by the operator that met it.
+    return int(os.environ["RANK_ID"]), int(os.environ["RANK_SIZE"])
+
+
+def _function(name: str):
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _described(error: BaseException) -> RankError:
+    own_frame = error.__traceback__
+    lines = traceback.format_exception(type(error), error, own_frame and own_frame.tb_next)
+    return RankError(type(error).__name__, str(error), "".join(lines))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
