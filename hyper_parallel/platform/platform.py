@@ -123,20 +123,21 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def row_groups(self, num_tokens_per_expert_E):
-        """Whatever ``grouped_linear`` wants to know of the counts, computed once per forward."""
+    def swiglu_experts(self, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R):
+        """``scores * w2[e](silu(w1[e] x) * (w3[e] x))`` for the rows of each expert e: [R, D].
 
-    @abstractmethod
-    def grouped_linear(self, x_RD, w_END, groups):
-        """``y = x @ w[e].T`` for the rows of each expert e: [R, N].
-
-        An expert without rows gets a zero gradient, never a missing one. Under the framework's autocast both inputs
-        are cast to its dtype first.
+        Inputs are checked and share a dtype (under the framework's autocast they are cast to its). ``scores_R`` may be
+        None. An expert without rows gets a zero gradient, never a missing one. A platform without a kernel for all of
+        it composes it with ``moe.experts_from_products``.
         """
 
     @abstractmethod
-    def swiglu(self, gate, up, scores=None):
-        """``silu(gate) * up``, times ``scores`` (one per row of 2-D inputs) where given; dtype of ``gate``."""
+    def swiglu(self, gate, up):
+        """``silu(gate) * up``."""
+
+    @abstractmethod
+    def same_dtype(self, x, weight) -> bool:
+        """Whether a product of the two is defined: equal dtypes, or an autocast that makes them equal."""
 
     # Routing
 

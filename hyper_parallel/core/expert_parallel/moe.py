@@ -5,7 +5,7 @@ Shape suffixes: T tokens, K experts per token, R rows (T * K in a MoE layer), E 
 
 from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_inputs
 
-__all__ = ["grouped_experts", "feed_forward", "route", "mixture_of_experts", "check_router"]
+__all__ = ["grouped_experts", "experts_from_products", "feed_forward", "route", "mixture_of_experts", "check_router"]
 
 
 def grouped_experts(platform, w1_EHD, w2_EDH, w3_EHD, x_RD, num_tokens_per_expert_E, scores_R=None):
@@ -18,10 +18,22 @@ def grouped_experts(platform, w1_EHD, w2_EDH, w3_EHD, x_RD, num_tokens_per_exper
     """
     num_experts, hidden_dim, dim = (int(size) for size in w1_EHD.shape)
     check_inputs(platform, ExpertShapes(num_experts, hidden_dim, dim), x_RD, num_tokens_per_expert_E, scores_R)
-    groups = platform.row_groups(num_tokens_per_expert_E)
-    gate_RH = platform.grouped_linear(x_RD, w1_EHD, groups)
-    up_RH = platform.grouped_linear(x_RD, w3_EHD, groups)
-    return platform.grouped_linear(platform.swiglu(gate_RH, up_RH, scores_R), w2_EDH, groups)
+    if not platform.same_dtype(x_RD, w1_EHD):
+        raise ValueError(f"rows are {x_RD.dtype} but the experts' weights {w1_EHD.dtype}; cast one of them")
+    return platform.swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
+
+
+def experts_from_products(kernels, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R):
+    """SwiGLU experts from a platform's grouped products.
+
+    Args:
+        kernels: has ``row_groups(counts_E)``, computed once and handed to ``grouped_linear(x_RD, w_END, groups)``,
+            which gives ``x @ w[e].T`` per expert, and ``swiglu(gate_RH, up_RH, scores_R or None)``.
+    """
+    groups = kernels.row_groups(num_tokens_per_expert_E)
+    gate_RH = kernels.grouped_linear(x_RD, w1_EHD, groups)
+    up_RH = kernels.grouped_linear(x_RD, w3_EHD, groups)
+    return kernels.grouped_linear(kernels.swiglu(gate_RH, up_RH, scores_R), w2_EDH, groups)
 
 
 def feed_forward(platform, w1, w2, w3, x):

@@ -9,13 +9,24 @@ Shape suffixes: R rows, E experts, D input features, N output features, H hidden
 from mindspore import mint, ops
 from mindspore.common._grad_function import _Function
 
-__all__ = ["TakeRows", "GroupedLinear", "SwiGLU", "row_groups"]
+__all__ = ["TakeRows", "row_groups", "grouped_linear", "swiglu"]
 
 
-def row_groups(counts):
+def row_groups(num_tokens_per_expert_E):
     """(first row, row after the last) of every expert, in order; the two agree for one without rows."""
+    counts = num_tokens_per_expert_E.asnumpy().tolist()
     ends = [sum(counts[: expert + 1]) for expert in range(len(counts))]
     return tuple((end - count, end) for count, end in zip(counts, ends))
+
+
+def grouped_linear(x_RD, w_END, groups):
+    """``y = x @ w[e].T`` for the rows of each expert e: [R, N]."""
+    return GroupedLinear.apply(x_RD, w_END, groups)
+
+
+def swiglu(gate, up, scores=None):
+    """``silu(gate) * up``, times one score per row where given."""
+    return SwiGLU.apply(gate, up, scores)
 
 
 def _concatenate(pieces, shape, dtype):

@@ -5,6 +5,7 @@ import mindspore.communication as comm
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
+from hyper_parallel.core.expert_parallel import moe
 from hyper_parallel.platform.mindspore import collectives, device_mesh, kernels, sharding
 from hyper_parallel.platform.mindspore import cpu_collectives as backend
 from hyper_parallel.platform.platform import Platform
@@ -99,16 +100,14 @@ class MindSporePlatform(Platform):
     def take_rows(self, x, index_R, inverse_R, copies=1):
         return kernels.TakeRows.apply(x, index_R, inverse_R, copies)
 
-    def row_groups(self, num_tokens_per_expert_E):
-        return kernels.row_groups(self.to_host(num_tokens_per_expert_E)[0])
+    def swiglu_experts(self, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R):
+        return moe.experts_from_products(kernels, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
 
-    def grouped_linear(self, x_RD, w_END, groups):
-        if x_RD.dtype != w_END.dtype:
-            raise ValueError(f"rows are {x_RD.dtype} but the experts' weights {w_END.dtype}; cast one of them")
-        return kernels.GroupedLinear.apply(x_RD, w_END, groups)
+    def same_dtype(self, x, weight):
+        return x.dtype == weight.dtype
 
-    def swiglu(self, gate, up, scores=None):
-        return kernels.SwiGLU.apply(gate, up, scores)
+    def swiglu(self, gate, up):
+        return kernels.swiglu(gate, up)
 
     # Routing
 

@@ -1,11 +1,12 @@
 """Row kernels of the experts for tensors on any torch device, with hand-written gradients.
 
-Shape suffixes: R rows, E experts, D input features, N output features, H hidden size.
+Shape suffixes: R rows, E experts, D model size, H hidden size.
 """
 
 import torch
+from torch.nn.functional import silu
 
-__all__ = ["TakeRows", "GroupedLinear", "SwiGLU", "row_groups"]
+__all__ = ["TakeRows", "SwiGLUExperts", "SwiGLU", "row_groups"]
 
 
 def row_groups(counts):
@@ -36,60 +37,88 @@ class TakeRows(torch.autograd.Function):
         return grad, None, None, None
 
 
-class GroupedLinear(torch.autograd.Function):
-    """``y = x @ w[e].T`` per expert. Products are written into their place: no slices under autograd, whose gradients
-    would each be as large as all experts together."""
+class SwiGLUExperts(torch.autograd.Function):
+    """``scores * w2(silu(w1 x) * (w3 x))`` for rows grouped by expert, in one node of the graph.
+
+    One expert at a time, so that what lies between the products stays in the processor's cache. Products are written
+    into their place: slices of stacked weights under autograd would each get a gradient as large as all experts.
+    Kept for backward: rows, gate and up. The hidden rows are formed again from these.
+    """
 
     @staticmethod
-    def forward(ctx, x_RD, w_END, groups):
-        ctx.save_for_backward(x_RD, w_END)
-        ctx.groups = groups
-        y_RN = x_RD.new_empty(x_RD.shape[0], w_END.shape[1])
+    def forward(ctx, x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, groups):
+        gate_RH, up_RH = (x_RD.new_empty(x_RD.shape[0], w1_EHD.shape[1]) for _ in range(2))
+        y_RD = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
         for expert, start, stop in groups:
-            torch.mm(x_RD[start:stop], w_END[expert].t(), out=y_RN[start:stop])
-        return y_RN
+            x, gate, up = x_RD[start:stop], gate_RH[start:stop], up_RH[start:stop]
+            torch.mm(x, w1_EHD[expert].t(), out=gate)
+            torch.mm(x, w3_EHD[expert].t(), out=up)
+            hidden = silu(gate).mul_(up)
+            torch.mm(_scaled(hidden, scores_R, start, stop), w2_EDH[expert].t(), out=y_RD[start:stop])
+        ctx.save_for_backward(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, gate_RH, up_RH)
+        ctx.groups = groups
+        return y_RD
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_RN):
-        x_RD, w_END = ctx.saved_tensors
-        grad_x = grad_w = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
-            for expert, start, stop in ctx.groups:
-                torch.mm(grad_RN[start:stop], w_END[expert], out=grad_x[start:stop])
-        if ctx.needs_input_grad[1]:
-            grad_w = torch.empty_like(w_END, memory_format=torch.contiguous_format)
-            with_rows = {expert for expert, _, _ in ctx.groups}
-            for expert in range(w_END.shape[0]):
-                if expert not in with_rows:
-                    grad_w[expert].zero_()
-            for expert, start, stop in ctx.groups:
-                torch.mm(grad_RN[start:stop].t(), x_RD[start:stop], out=grad_w[expert])
-        return grad_x, grad_w, None
+    def backward(ctx, grad_RD):
+        x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, gate_RH, up_RH = ctx.saved_tensors
+        grads = [
+            torch.empty_like(value, memory_format=torch.contiguous_format) if needed else None
+            for value, needed in zip((x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R), ctx.needs_input_grad)
+        ]
+        grad_x_RD, grad_w1, grad_w2, grad_w3, grad_scores_R = grads
+        _zero_experts_without_rows((grad_w1, grad_w2, grad_w3), ctx.groups, w1_EHD.shape[0])
+        for expert, start, stop in ctx.groups:
+            grad, x, gate, up = (rows[start:stop] for rows in (grad_RD, x_RD, gate_RH, up_RH))
+            activated = silu(gate)
+            hidden = activated * up
+            grad_hidden = torch.mm(grad, w2_EDH[expert])
+            if grad_scores_R is not None:
+                torch.sum(hidden * grad_hidden, 1, dtype=scores_R.dtype, out=grad_scores_R[start:stop])
+            if grad_w2 is not None:
+                torch.mm(grad.t(), _scaled(hidden, scores_R, start, stop), out=grad_w2[expert])
+            grad_hidden = _scaled(grad_hidden, scores_R, start, stop)
+            grad_up = activated.mul_(grad_hidden)
+            grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate)
+            if grad_w1 is not None:
+                torch.mm(grad_gate.t(), x, out=grad_w1[expert])
+            if grad_w3 is not None:
+                torch.mm(grad_up.t(), x, out=grad_w3[expert])
+            if grad_x_RD is not None:
+                grad_x = grad_x_RD[start:stop]
+                torch.mm(grad_gate, w1_EHD[expert], out=grad_x)
+                grad_x.addmm_(grad_up, w3_EHD[expert])
+        return *grads, None
+
+
+def _scaled(rows, scores_R, start, stop):
+    """Rows times their scores; in place where the dtype allows it, for the caller owns the rows."""
+    if scores_R is None:
+        return rows
+    scores = scores_R[start:stop].unsqueeze(1)
+    return rows.mul_(scores) if scores.dtype == rows.dtype else (rows * scores).to(rows.dtype)
+
+
+def _zero_experts_without_rows(grads_E, groups, num_experts):
+    without = set(range(num_experts)) - {expert for expert, _, _ in groups}
+    for grad_E in grads_E:
+        for expert in without if grad_E is not None else ():
+            grad_E[expert].zero_()
 
 
 class SwiGLU(torch.autograd.Function):
-    """``silu(gate) * up``, times one score per row. Only the inputs are kept; the product is formed again backward."""
+    """``silu(gate) * up``. Only the inputs are kept; the product is formed again backward."""
 
     @staticmethod
-    def forward(ctx, gate, up, scores):
-        ctx.save_for_backward(gate, up, scores)
-        hidden = torch.nn.functional.silu(gate).mul_(up)
-        return hidden if scores is None else (hidden * scores.unsqueeze(1)).to(gate.dtype)
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return silu(gate).mul_(up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        gate, up, scores = ctx.saved_tensors
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        grad_scores = None
-        if scores is not None:
-            if ctx.needs_input_grad[2]:
-                grad_scores = (grad * (silu * up)).sum(1, dtype=scores.dtype)
-            grad = (grad * scores.unsqueeze(1)).to(gate.dtype)
-        # d silu(g) / dg = sigmoid(g) * (1 + g - silu(g))
-        grad_gate = grad * up * sigmoid * (1 + gate - silu) if ctx.needs_input_grad[0] else None
-        grad_up = grad * silu if ctx.needs_input_grad[1] else None
-        return grad_gate, grad_up, grad_scores
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate) if ctx.needs_input_grad[0] else None
+        grad_up = silu(gate).mul_(grad) if ctx.needs_input_grad[1] else None
+        return grad_gate, grad_up

@@ -102,20 +102,19 @@ class TorchPlatform(Platform):
     def take_rows(self, x, index_R, inverse_R, copies=1):
         return kernels.TakeRows.apply(x, index_R, inverse_R, copies)
 
-    def row_groups(self, num_tokens_per_expert_E):
-        return kernels.row_groups(num_tokens_per_expert_E.tolist())
-
-    def grouped_linear(self, x_RD, w_END, groups):
+    def swiglu_experts(self, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R):
         device_type = x_RD.device.type
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
-            x_RD, w_END = x_RD.to(dtype), w_END.to(dtype)
-        if x_RD.dtype != w_END.dtype:
-            raise ValueError(f"rows are {x_RD.dtype} but the experts' weights {w_END.dtype}; cast one, or use autocast")
-        return kernels.GroupedLinear.apply(x_RD, w_END, groups)
+            x_RD, w1_EHD, w2_EDH, w3_EHD = (value.to(dtype) for value in (x_RD, w1_EHD, w2_EDH, w3_EHD))
+        groups = kernels.row_groups(num_tokens_per_expert_E.tolist())
+        return kernels.SwiGLUExperts.apply(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, groups)
 
-    def swiglu(self, gate, up, scores=None):
-        return kernels.SwiGLU.apply(gate, up, scores)
+    def same_dtype(self, x, weight):
+        return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+
+    def swiglu(self, gate, up):
+        return kernels.SwiGLU.apply(gate, up)
 
     # Routing
 
