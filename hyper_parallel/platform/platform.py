@@ -53,16 +53,16 @@ class Platform(ABC):
         """Whether forward was replaced on this one object, so that its class no longer says what it computes."""
 
     @abstractmethod
-    def wrap_forward(self, module, label, wrapper):
-        """Run ``wrapper(module, local_forward, x, num_tokens_per_expert, scores)`` whenever ``module`` is called.
+    def wrap_forward(self, module, layer):
+        """Run ``layer(module, local_forward, *inputs, **keywords)`` whenever ``module`` is called.
 
         ``local_forward(*inputs)`` is the module's own forward, which finds local tensors under its parameters' names.
-        Nothing of one call is kept on the module, deep copies work, and the class's name shows ``label``.
+        Nothing of one call is kept on the module, deep copies work, and the class's name shows ``layer.label``.
         """
 
     @abstractmethod
-    def label(self, module):
-        """The label of an earlier ``wrap_forward``, or None."""
+    def parallel_layer(self, module):
+        """The layer of an earlier ``wrap_forward``, or None."""
 
     # Meshes and layouts
 
@@ -139,20 +139,28 @@ class Platform(ABC):
     def same_dtype(self, x, weight) -> bool:
         """Whether a product of the two is defined: equal dtypes, or an autocast that makes them equal."""
 
-    # Routing
+    # Routing. Core also uses what both frameworks' tensors share: + - * /, comparison of shapes, .sum(dim),
+    # .reshape(shape) and .sign().
 
     @abstractmethod
-    def top_k(self, logits_TE, top_k, score_func, normalize, scale):
-        """Scores of each token's best experts, in fp32.
+    def probabilities(self, logits_TE, score_func):
+        """ "softmax" over the last dim or "sigmoid" of the logits, in fp32 or wider."""
 
-        Args:
-            score_func: "softmax" or "sigmoid" of the logits.
-            normalize: divide a token's chosen scores by their sum.
-            scale: factor for the chosen scores.
+    @abstractmethod
+    def detach(self, x):
+        """x, from which no gradient flows back."""
 
-        Returns:
-            scores [T, K], differentiable, and the experts' ids [T, K] (int64).
-        """
+    @abstractmethod
+    def top_indices(self, x_TE, k):
+        """Indices int64 [T, k] of the k largest values along the last dim, largest first."""
+
+    @abstractmethod
+    def pick(self, x_TE, index_TK):
+        """``y[t, k] = x[t, index[t, k]]``, differentiable."""
+
+    @abstractmethod
+    def mark(self, index_TK, size):
+        """[T, size], 1.0 at the indices of each row and 0.0 elsewhere, fp32."""
 
     @abstractmethod
     def sort_by_expert(self, selected_TK, num_experts):
@@ -163,19 +171,30 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def reshape(self, x, shape):
-        """The same values with another shape, all of whose sizes are given."""
+    def scale_rows(self, x_RD, scores_R):
+        """Rows times their scores, formed in the wider dtype, returned in that of x."""
 
     @abstractmethod
-    def sum_copies(self, x_TKD):
-        """Sum over dim 1: [T, D]."""
+    def count_in_backward(self, x, counter_E, counts_E):
+        """x. When a gradient flows back through it, ``counts_E`` are added to ``counter_E`` in place.
+
+        Backward runs once per step, with or without recomputation of the forward, and never in evaluation.
+        """
+
+    @abstractmethod
+    def assign(self, buffer, value):
+        """Write ``value`` into a module's buffer in place, in the buffer's dtype."""
 
     # Collectives. Their inputs may be non-contiguous; outputs are fresh tensors.
 
     @abstractmethod
-    def exchange_counts(self, counts, group, name):
-        """Send chunk r of ``counts`` (int64, equal chunks) to rank r of the group; returns what the ranks sent here,
-        in rank order. The result is complete when this returns: the host may read it. No gradient."""
+    def start_counts_exchange(self, counts, group, name):
+        """Start to send chunk r of ``counts`` (int64, equal chunks) to rank r of the group.
+
+        Returns:
+            An object whose ``wait()`` gives what the ranks sent here, in rank order, complete: the host may read it.
+            Nothing else may be asked of the group before. No gradient.
+        """
 
     @abstractmethod
     def all_to_all_rows(self, x, send_splits, recv_splits, group, name):
@@ -191,6 +210,10 @@ class Platform(ABC):
     @abstractmethod
     def reduce_from_group(self, x, group, name):
         """Forward: x summed over the group. Backward: the gradient as it is, for it is the same on every rank."""
+
+    @abstractmethod
+    def sum_over_group(self, x, group, name):
+        """x summed over the group, as a new tensor. No gradient."""
 
     @abstractmethod
     def digests(self, x, group, name) -> list:

@@ -5,7 +5,15 @@ Shape suffixes: R rows, E experts, H hidden size, D model size.
 
 from dataclasses import dataclass
 
-__all__ = ["ExpertShapes", "experts_shapes", "check_inputs", "check_counts"]
+__all__ = [
+    "ExpertShapes",
+    "FeedForwardShapes",
+    "check_ready",
+    "experts_shapes",
+    "feed_forward_shapes",
+    "check_inputs",
+    "check_counts",
+]
 
 WEIGHTS = ("w1", "w2", "w3")
 
@@ -19,6 +27,31 @@ class ExpertShapes:
     dim: int
 
 
+@dataclass(frozen=True)
+class FeedForwardShapes:
+    """Sizes of a dense SwiGLU module before sharding."""
+
+    hidden_dim: int
+    dim: int
+
+
+def check_ready(platform, module, style):
+    """Raise unless ``module`` is one that a style may still be applied to.
+
+    Raises:
+        TypeError: not a module of the platform.
+        RuntimeError: already parallelised.
+        ValueError: forward replaced on the object.
+    """
+    if not platform.is_module(module):
+        raise TypeError(f"{style} expects a {platform.name} module, got {type(module).__qualname__}")
+    earlier = platform.parallel_layer(module)
+    if earlier is not None:
+        raise RuntimeError(f"{style}: this module is already parallelised by {earlier.label}; apply one style, once")
+    if platform.replaced_forward(module):
+        raise ValueError(f"{style}: forward was replaced on this object; apply the style before you do that")
+
+
 def experts_shapes(platform, module, style, extra_parameters=False):
     """Return the sizes of an experts module that is ready to be sharded.
 
@@ -27,15 +60,9 @@ def experts_shapes(platform, module, style, extra_parameters=False):
         extra_parameters: allow parameters beside w1, w2, w3, as long as their first dim is the expert.
 
     Raises:
-        TypeError: not a module of the platform.
-        RuntimeError: already parallelised or sharded.
-        ValueError: parameters missing, surplus or of other shapes; forward replaced on the object.
+        RuntimeError: parameters already sharded.
+        ValueError: parameters missing, surplus or of other shapes.
     """
-    if not platform.is_module(module):
-        raise TypeError(f"{style} expects a {platform.name} module, got {type(module).__qualname__}")
-    earlier = platform.label(module)
-    if earlier is not None:
-        raise RuntimeError(f"{style}: this module is already parallelised by {earlier}; apply one style, once")
     parameters = platform.parameters(module)
     missing = [name for name in WEIGHTS if name not in parameters]
     if missing:
@@ -43,14 +70,36 @@ def experts_shapes(platform, module, style, extra_parameters=False):
             f"{style} expects parameters w1 and w3 [E, H, D] and w2 [E, D, H]; {', '.join(missing)} missing in "
             f"{type(module).__qualname__}, which has {sorted(parameters) or 'none of its own'}"
         )
+    _check_whole(platform, parameters, style)
+    shapes = _weight_shapes(parameters, style)
+    _check_other_parameters(platform, module, parameters, style, shapes.num_experts if extra_parameters else None)
+    return shapes
+
+
+def feed_forward_shapes(platform, module, style):
+    """Return the sizes of a dense SwiGLU module with linear layers w1, w2, w3, or None if ``module`` is not one.
+
+    Raises:
+        RuntimeError: parameters already sharded.
+        ValueError: layers with biases or of other shapes.
+    """
+    layers = {name: child for name, child in platform.named_modules(module) if name in WEIGHTS}
+    if len(layers) != len(WEIGHTS) or platform.parameters(module):
+        return None
+    found = {f"{name}.{key}": p for name in WEIGHTS for key, p in platform.parameters(layers[name]).items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
+    hidden_dim, dim = (*shapes.get("w1.weight", ()), 0, 0)[:2]
+    expected = {"w1.weight": (hidden_dim, dim), "w2.weight": (dim, hidden_dim), "w3.weight": (hidden_dim, dim)}
+    if shapes != expected:
+        raise ValueError(f"{style} expects weights w1, w3 [H, D] and w2 [D, H] and no biases, got {shapes}")
+    _check_whole(platform, found, style)
+    return FeedForwardShapes(hidden_dim, dim)
+
+
+def _check_whole(platform, parameters, style):
     sharded = [name for name, parameter in parameters.items() if platform.is_sharded(parameter)]
     if sharded:
         raise RuntimeError(f"{style}: parameters {sharded} are already laid out over a mesh; apply the style first")
-    shapes = _weight_shapes(parameters, style)
-    _check_other_parameters(platform, module, parameters, style, shapes.num_experts if extra_parameters else None)
-    if platform.replaced_forward(module):
-        raise ValueError(f"{style}: forward was replaced on this object; apply the style before you do that")
-    return shapes
 
 
 def _weight_shapes(parameters, style):

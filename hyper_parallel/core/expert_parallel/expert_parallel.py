@@ -11,12 +11,18 @@ Dispatch and combine only see the mesh ``("ep",)``. The pair "enter tp" and "lea
 outputs and gradients complete on every rank; it stands outside of them, where the experts' own shards are used.
 """
 
-import functools
 import os
 
 from hyper_parallel.core.device_mesh import check_mesh
 from hyper_parallel.core.expert_parallel import token_exchange
-from hyper_parallel.core.expert_parallel.checks import check_inputs, experts_shapes
+from hyper_parallel.core.expert_parallel.checks import (
+    FeedForwardShapes,
+    check_inputs,
+    check_ready,
+    experts_shapes,
+    feed_forward_shapes,
+)
+from hyper_parallel.core.expert_parallel.layer import InsideMoE, ParallelLayer
 from hyper_parallel.core.parallel_style import ParallelStyle
 from hyper_parallel.core.placement_types import Shard
 from hyper_parallel.platform import get_platform
@@ -40,12 +46,18 @@ class _ExpertsStyle(ParallelStyle):
                 f"got {type(device_mesh).__module__}.{type(device_mesh).__qualname__}"
             )
         check_mesh(device_mesh, self.mesh_dim_names, style)
-        shapes = experts_shapes(platform, module, style, extra_parameters=self.mesh_dim_names == ("ep",))
-        for axis, what, size in (("ep", "num_experts", shapes.num_experts), ("tp", "hidden_dim", shapes.hidden_dim)):
-            if axis in self.mesh_dim_names and size % device_mesh.size(self.mesh_dim_names.index(axis)):
-                degree = device_mesh.size(self.mesh_dim_names.index(axis))
+        check_ready(platform, module, style)
+        shapes = self._shapes(platform, module)
+        for axis, what in (("ep", "num_experts"), ("tp", "hidden_dim")):
+            if axis not in self.mesh_dim_names:
+                continue
+            size, degree = getattr(shapes, what), device_mesh.size(self.mesh_dim_names.index(axis))
+            if size % degree:
                 raise ValueError(f"{style}: {what} ({size}) must be divisible by the {axis} degree ({degree})")
         return shapes
+
+    def _shapes(self, platform, module):
+        return experts_shapes(platform, module, type(self).__name__)
 
     def apply(self, module, device_mesh):
         """Shard an experts module in place, so that it computes on every rank what one device computes.
@@ -68,18 +80,23 @@ class _ExpertsStyle(ParallelStyle):
         """
         shapes = self.validate(module, device_mesh)
         self._partition_fn("", module, device_mesh)
-        # The wrapper holds no module: a deep copy must call itself, not the original.
-        call = functools.partial(self._call, shapes, device_mesh)
-        get_platform(module).wrap_forward(module, type(self).__name__, call)
+        get_platform(module).wrap_forward(module, ParallelLayer(self, shapes, device_mesh))
         return module
 
-    def _call(self, shapes, device_mesh, mod, local_forward, x_RD, num_tokens_per_expert_E, scores_R=None):
-        platform = get_platform(mod)
-        check_inputs(platform, shapes, x_RD, num_tokens_per_expert_E, scores_R)
-        self._check_replicated_rows(platform, x_RD, device_mesh)
-        inputs, exchange = self._token_dispatch(mod, (x_RD, num_tokens_per_expert_E, scores_R), device_mesh)
-        outputs = self._run_experts(platform, local_forward, inputs, device_mesh)
-        return self._token_combine(mod, outputs, device_mesh, exchange)
+    def _call(self, layer, mod, local_forward, x, num_tokens_per_expert, scores=None, *, inside=None):
+        """One call of a parallelised experts module; ``inside`` is given by the MoE layer around it."""
+        platform, mesh = get_platform(mod), layer.device_mesh
+        check_inputs(platform, layer.shapes, x, num_tokens_per_expert, scores)
+        self._check_replicated_rows(platform, x, mesh)
+        arriving = None if inside is None else inside.arriving_counts
+        inputs, exchange = self._token_dispatch(mod, (x, num_tokens_per_expert, scores), mesh, arriving)
+        tp_mesh = layer.mesh_axis("tp") if inside is None else None
+        outputs = _run_experts(platform, local_forward, inputs, tp_mesh)
+        return self._token_combine(mod, outputs, mesh, exchange)
+
+    def begin(self, layer, mod, num_tokens_per_expert):
+        """Start what a coming call's dispatch can start early; the MoE layer hands the result to that call."""
+        return InsideMoE()
 
     def _check_replicated_rows(self, platform, x_RD, device_mesh):
         """In debug mode: the ranks of one tp group must have been given the same rows."""
@@ -104,12 +121,9 @@ class _ExpertsStyle(ParallelStyle):
         """One placement per mesh axis for the parameter of that name."""
         raise NotImplementedError
 
-    def _token_dispatch(self, mod, inputs, device_mesh):
+    def _token_dispatch(self, mod, inputs, device_mesh, arriving_counts=None):
         """``(x, counts, scores)`` of this rank's rows -> those of this rank's experts, and what combine needs."""
         return inputs, None
-
-    def _run_experts(self, platform, local_forward, inputs, device_mesh):
-        return _forward(local_forward, *inputs)
 
     def _token_combine(self, mod, outputs, device_mesh, exchange):
         """Rows of this rank's experts -> rows of this rank, in the order of the call's x."""
@@ -125,29 +139,56 @@ class ExpertParallel(_ExpertsStyle):
 
     mesh_dim_names = ("ep",)
 
+    def _shapes(self, platform, module):
+        return experts_shapes(platform, module, type(self).__name__, extra_parameters=self.mesh_dim_names == ("ep",))
+
     def _placements(self, parameter):
         return (Shard(0),)
 
-    def _token_dispatch(self, mod, inputs, device_mesh):
-        return token_exchange.dispatch(get_platform(mod), *inputs, device_mesh)
+    def begin(self, layer, mod, num_tokens_per_expert):
+        ep_mesh = layer.mesh_axis("ep")
+        if ep_mesh is None:
+            return InsideMoE()
+        return InsideMoE(token_exchange.start_counts(get_platform(mod), num_tokens_per_expert, ep_mesh))
+
+    def _token_dispatch(self, mod, inputs, device_mesh, arriving_counts=None):
+        return token_exchange.dispatch(get_platform(mod), *inputs, device_mesh, arriving_counts)
 
     def _token_combine(self, mod, outputs, device_mesh, exchange):
         return token_exchange.combine(get_platform(mod), outputs, exchange, device_mesh)
 
 
 class TensorParallel(_ExpertsStyle):
-    """Each expert's hidden dim split over a 1-D mesh ``("tp",)``: w1, w3 ``Shard(1)``, w2 ``Shard(2)``.
+    """The hidden dim split over a 1-D mesh ``("tp",)``, for experts and for a dense ``FeedForward``.
 
-    All ranks must hold the same rows. Outputs and gradients are complete on every rank.
+    Experts: w1, w3 ``Shard(1)``, w2 ``Shard(2)``. FeedForward, whose weights have no dim for experts: the weights of
+    w1, w3 ``Shard(0)``, of w2 ``Shard(1)``. All ranks must hold the same rows. Outputs and gradients are complete on
+    every rank. As the shared expert of a MoE layer whose experts lie on the same tp ranks, a FeedForward leaves its
+    sum to the layer.
     """
 
     mesh_dim_names = ("tp",)
 
+    def _shapes(self, platform, module):
+        shapes = feed_forward_shapes(platform, module, type(self).__name__)
+        return super()._shapes(platform, module) if shapes is None else shapes
+
     def _placements(self, parameter):
         return (Shard(HIDDEN_DIM[parameter]),)
 
-    def _run_experts(self, platform, local_forward, inputs, device_mesh):
-        return _run_inside_tp(platform, local_forward, inputs, device_mesh)
+    def _partition_fn(self, name, mod, device_mesh):
+        platform = get_platform(mod)
+        if feed_forward_shapes(platform, mod, type(self).__name__) is None:
+            return super()._partition_fn(name, mod, device_mesh)
+        for child, linear in dict(platform.named_modules(mod)).items():
+            if child in HIDDEN_DIM:
+                platform.shard_parameter(linear, "weight", device_mesh, (Shard(HIDDEN_DIM[child] - 1),))
+
+    def _call(self, layer, mod, local_forward, *inputs, inside=None, **keywords):
+        if not isinstance(layer.shapes, FeedForwardShapes):
+            return super()._call(layer, mod, local_forward, *inputs, inside=inside, **keywords)
+        tp_mesh = layer.mesh_axis("tp") if inside is None else None
+        return _run_inside_tp(get_platform(mod), lambda x: local_forward(x, **keywords), inputs, tp_mesh)
 
 
 class ExpertTensorParallel(ExpertParallel):
@@ -162,31 +203,32 @@ class ExpertTensorParallel(ExpertParallel):
     def _placements(self, parameter):
         return (Shard(0), Shard(HIDDEN_DIM[parameter]))
 
-    def _token_dispatch(self, mod, inputs, device_mesh):
-        return super()._token_dispatch(mod, inputs, device_mesh["ep"])
-
-    def _run_experts(self, platform, local_forward, inputs, device_mesh):
-        return _run_inside_tp(platform, local_forward, inputs, device_mesh["tp"])
+    def _token_dispatch(self, mod, inputs, device_mesh, arriving_counts=None):
+        return super()._token_dispatch(mod, inputs, device_mesh["ep"], arriving_counts)
 
     def _token_combine(self, mod, outputs, device_mesh, exchange):
         return super()._token_combine(mod, outputs, device_mesh["ep"], exchange)
 
 
-def _run_inside_tp(platform, local_forward, inputs, tp_mesh):
-    """Run experts that hold a slice of the hidden dim: their outputs, and their inputs' gradients, are terms of a sum
-    over tp (Megatron-LM's f and g operators, Shoeybi et al. 2019, section 3)."""
-    if tp_mesh.size() == 1:
-        return _forward(local_forward, *inputs)
+def _run_experts(platform, local_forward, inputs, tp_mesh):
+    """Run the experts on their rows; ``tp_mesh`` is None where no sum over tp is wanted."""
     x_RD, num_tokens_per_expert_E, scores_R = inputs
-    group = tp_mesh.get_group()
-    x_RD = platform.copy_to_group(x_RD, group, "experts: sum of the rows' gradient over tp")
-    if scores_R is not None:
-        scores_R = platform.copy_to_group(scores_R, group, "experts: sum of the scores' gradient over tp")
-    y_RD = _forward(local_forward, x_RD, num_tokens_per_expert_E, scores_R)
-    return platform.reduce_from_group(y_RD, group, "experts: sum of the output rows over tp")
 
+    def forward(x_RD, *scores):
+        return local_forward(x_RD, num_tokens_per_expert_E, *scores)
 
-def _forward(local_forward, x_RD, num_tokens_per_expert_E, scores_R):
     # A module that takes no scores must still work for calls without them.
-    inputs = (x_RD, num_tokens_per_expert_E)
-    return local_forward(*inputs) if scores_R is None else local_forward(*inputs, scores_R)
+    return _run_inside_tp(platform, forward, (x_RD,) if scores_R is None else (x_RD, scores_R), tp_mesh)
+
+
+def _run_inside_tp(platform, forward, inputs, tp_mesh):
+    """Run what holds a slice of the hidden dim: its output, and its inputs' gradients, are terms of a sum over tp
+    (the operators f and g of Megatron-LM, Shoeybi et al. 2019, section 3)."""
+    if tp_mesh is None:
+        return forward(*inputs)
+    group = tp_mesh.get_group()
+    whats = ("rows", "scores")
+    inputs = [
+        platform.copy_to_group(x, group, f"experts: sum of the {w}' gradient over tp") for x, w in zip(inputs, whats)
+    ]
+    return platform.reduce_from_group(forward(*inputs), group, "experts: sum of the output rows over tp")

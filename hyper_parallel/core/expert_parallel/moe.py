@@ -4,8 +4,17 @@ Shape suffixes: T tokens, K experts per token, R rows (T * K in a MoE layer), E 
 """
 
 from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_inputs
+from hyper_parallel.core.expert_parallel.layer import InsideMoE
 
-__all__ = ["grouped_experts", "experts_from_products", "feed_forward", "route", "mixture_of_experts", "check_router"]
+__all__ = [
+    "grouped_experts",
+    "experts_from_products",
+    "feed_forward",
+    "check_router",
+    "route",
+    "mixture_of_experts",
+    "update_expert_bias",
+]
 
 
 def grouped_experts(platform, w1_EHD, w2_EDH, w3_EHD, x_RD, num_tokens_per_expert_E, scores_R=None):
@@ -41,51 +50,157 @@ def feed_forward(platform, w1, w2, w3, x):
     return w2(platform.swiglu(w1(x), w3(x)))
 
 
-def check_router(num_experts, top_k, score_func):
+def check_router(num_experts, top_k, score_func, num_expert_groups, num_limited_groups):
     """Raise ``ValueError`` for sizes or names that no router can have."""
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k ({top_k}) must lie between 1 and num_experts ({num_experts})")
     if score_func not in ("softmax", "sigmoid"):
         raise ValueError(f'score_func must be "softmax" or "sigmoid", got {score_func!r}')
+    if (num_expert_groups is None) != (num_limited_groups is None):
+        raise ValueError("num_expert_groups and num_limited_groups must be given together")
+    if num_expert_groups is None:
+        return
+    if num_experts % num_expert_groups or num_experts // num_expert_groups < 2:
+        raise ValueError(f"num_experts ({num_experts}) must fill num_expert_groups ({num_expert_groups}) of at least 2")
+    if not 1 <= num_limited_groups <= num_expert_groups:
+        raise ValueError(f"num_limited_groups ({num_limited_groups}) must lie between 1 and {num_expert_groups}")
+    if top_k > num_limited_groups * (num_experts // num_expert_groups):
+        raise ValueError(f"top_k ({top_k}) does not fit into {num_limited_groups} groups of experts")
 
 
-def route(platform, router, x_TD):
+def route(platform, router, x_TD, expert_bias_E=None):
     """Choose each token's experts.
 
     Args:
-        router: has ``gate`` (D -> E), ``num_experts``, ``top_k``, ``score_func``, ``route_norm``, ``route_scale``.
+        router: has ``gate`` (D -> E), ``top_k``, ``score_func``, ``route_norm``, ``route_scale``,
+            ``num_expert_groups`` and ``num_limited_groups``.
+        expert_bias_E: added to the scores for the choice only (Wang et al. 2024, "Auxiliary-loss-free load
+            balancing"); the scores that are returned do not contain it.
 
     Returns:
-        scores [T, K] in fp32, differentiable; ids [T, K] int64.
+        scores [T, K] in fp32 (or wider), differentiable; ids [T, K] int64.
     """
-    logits_TE = router.gate(x_TD)
-    return platform.top_k(logits_TE, router.top_k, router.score_func, router.route_norm, router.route_scale)
+    scores_TE = platform.probabilities(router.gate(x_TD), router.score_func)
+    wanted_TE = platform.detach(scores_TE)
+    if expert_bias_E is not None:
+        wanted_TE = wanted_TE + expert_bias_E
+    if router.num_expert_groups is not None:
+        wanted_TE = _limit_to_groups(platform, wanted_TE, router.num_expert_groups, router.num_limited_groups)
+    selected_TK = platform.top_indices(wanted_TE, router.top_k)
+    scores_TK = platform.pick(scores_TE, selected_TK)
+    if router.route_norm:
+        scores_TK = scores_TK / (scores_TK.sum(1).reshape((scores_TK.shape[0], 1)) + 1e-20)
+    return scores_TK * router.route_scale, selected_TK
+
+
+def _limit_to_groups(platform, wanted_TE, num_groups, num_limited):
+    """Put experts outside of each token's best groups out of reach; a group is worth its two best experts
+    (DeepSeek-V3, section 2.1.2)."""
+    num_tokens, num_experts = wanted_TE.shape
+    size = num_experts // num_groups
+    of_groups = wanted_TE.reshape((num_tokens * num_groups, size))
+    worth_TG = platform.pick(of_groups, platform.top_indices(of_groups, 2)).sum(1).reshape((num_tokens, num_groups))
+    chosen_TG = platform.mark(platform.top_indices(worth_TG, num_limited), num_groups)
+    out_of_reach = (chosen_TG.reshape((num_tokens, num_groups, 1)) - 1.0) * 1e30
+    return (wanted_TE.reshape((num_tokens, num_groups, size)) + out_of_reach).reshape((num_tokens, num_experts))
 
 
 def mixture_of_experts(platform, moe, x):
     """A MoE layer: route, run the chosen experts, sum their scored outputs, add the shared expert.
 
     Args:
-        moe: has ``router``, ``experts`` and ``shared_experts`` (or None).
+        moe: has ``router``, ``experts``, ``shared_experts`` (or None), ``score_position``, ``expert_bias`` (or None)
+            and ``tokens_per_expert``.
         x: [..., D]. With tensor-parallel experts all tp ranks hold the same x.
 
     Returns:
         The shape and dtype of x.
     """
-    dim = x.shape[-1]
-    num_tokens = 1
-    for size in x.shape[:-1]:
-        num_tokens *= size
-    x_TD = platform.reshape(x, (num_tokens, dim))
-    scores_TK, selected_TK = moe.router(x_TD)
-    top_k = scores_TK.shape[1]
+    x_TD = x if len(x.shape) == 2 else x.reshape((_product(x.shape[:-1]), x.shape[-1]))
+    scores_TK, selected_TK = moe.router(x_TD, moe.expert_bias)
     order_R, inverse_R, counts_E = platform.sort_by_expert(selected_TK, moe.router.num_experts)
+    scores_TK = platform.count_in_backward(scores_TK, moe.tokens_per_expert, counts_E)
+    region = _TensorParallelRegion(platform, moe)
 
-    rows_RD = platform.take_rows(x_TD, order_R, inverse_R, copies=top_k)
-    scores_R = platform.take_rows(platform.reshape(scores_TK, (num_tokens * top_k,)), order_R, inverse_R)
-    rows_RD = moe.experts(rows_RD, counts_E, scores_R)
-    rows_RD = platform.take_rows(rows_RD, inverse_R, order_R)
-    y_TD = platform.sum_copies(platform.reshape(rows_RD, (num_tokens, top_k, dim)))
-    if moe.shared_experts is not None:
+    inputs_TD, scores_TK = region.enter(x_TD, scores_TK)
+    y_TD = _routed(platform, moe, region, inputs_TD, scores_TK, (order_R, inverse_R, counts_E))
+    if moe.shared_experts is not None and region.holds_shared_experts:
+        y_TD = y_TD + moe.shared_experts(inputs_TD, inside=InsideMoE())
+    y_TD = region.leave(y_TD)
+    if moe.shared_experts is not None and not region.holds_shared_experts:
         y_TD = y_TD + moe.shared_experts(x_TD)
-    return platform.reshape(y_TD, tuple(x.shape))
+    return y_TD if len(x.shape) == 2 else y_TD.reshape(tuple(x.shape))
+
+
+def _routed(platform, moe, region, x_TD, scores_TK, routing):
+    """Sum over each token's experts of score times output."""
+    order_R, inverse_R, counts_E = routing
+    num_tokens, top_k = scores_TK.shape
+    # The counts travel while the rows are gathered.
+    keywords = region.begin(counts_E)
+    rows_RD = platform.take_rows(x_TD, order_R, inverse_R, copies=top_k)
+    scores_R = platform.take_rows(scores_TK.reshape((num_tokens * top_k,)), order_R, inverse_R)
+    if moe.score_position == "inside":
+        rows_RD = moe.experts(rows_RD, counts_E, scores_R, **keywords)
+    elif moe.score_position == "before":
+        rows_RD = moe.experts(platform.scale_rows(rows_RD, scores_R), counts_E, **keywords)
+    else:
+        rows_RD = platform.scale_rows(moe.experts(rows_RD, counts_E, **keywords), scores_R)
+    rows_RD = platform.take_rows(rows_RD, inverse_R, order_R)
+    return rows_RD.reshape((num_tokens, top_k, rows_RD.shape[1])).sum(1)
+
+
+class _TensorParallelRegion:
+    """The part of one MoE call whose values are terms of a sum over tp: one sum per layer each way, on [T, D]."""
+
+    def __init__(self, platform, moe):
+        self._platform, self._experts = platform, moe.experts
+        self._layer = platform.parallel_layer(moe.experts)
+        tp_mesh = None if self._layer is None else self._layer.mesh_axis("tp")
+        self._group = None if tp_mesh is None else tp_mesh.get_group()
+        shared = None if moe.shared_experts is None else platform.parallel_layer(moe.shared_experts)
+        shared_mesh = None if shared is None else shared.mesh_axis("tp")
+        self.holds_shared_experts = (
+            self._group is not None and shared_mesh is not None and shared_mesh.get_group() == self._group
+        )
+
+    def enter(self, x_TD, scores_TK):
+        if self._group is None:
+            return x_TD, scores_TK
+        return (
+            self._platform.copy_to_group(x_TD, self._group, "moe: sum of the tokens' gradient over tp"),
+            self._platform.copy_to_group(scores_TK, self._group, "moe: sum of the scores' gradient over tp"),
+        )
+
+    def begin(self, counts_E):
+        """What the experts' call is to know, as keyword arguments."""
+        if self._layer is None:
+            return {}
+        return {"inside": self._layer.style.begin(self._layer, self._experts, counts_E)}
+
+    def leave(self, y_TD):
+        if self._group is None:
+            return y_TD
+        return self._platform.reduce_from_group(y_TD, self._group, "moe: sum of the output tokens over tp")
+
+
+def update_expert_bias(platform, moe, device_mesh=None):
+    """Move the bias of overloaded experts down and of underloaded ones up, and start to count anew.
+
+    ``bias += rate * sign(mean load - load)`` (Wang et al. 2024, algorithm 1).
+    """
+    load_E = moe.tokens_per_expert
+    for axis in range(0 if device_mesh is None else device_mesh.ndim):
+        group = device_mesh.get_group(axis)
+        load_E = platform.sum_over_group(load_E, group, "update_expert_bias: sum of the loads")
+    load_E = load_E * 1.0
+    mean = load_E.sum(0) / load_E.shape[0]
+    platform.assign(moe.expert_bias, moe.expert_bias + (mean - load_E).sign() * moe.bias_update_rate)
+    platform.assign(moe.tokens_per_expert, load_E * 0.0)
+
+
+def _product(sizes):
+    product = 1
+    for size in sizes:
+        product *= size
+    return product

@@ -15,7 +15,15 @@ import numpy as np
 
 from hyper_parallel.core.expert_parallel.checks import check_counts
 
-__all__ = ["TokenExchange", "dispatch", "combine", "splits_by_rank", "expert_major_order", "inverse_order"]
+__all__ = [
+    "TokenExchange",
+    "dispatch",
+    "combine",
+    "start_counts",
+    "splits_by_rank",
+    "expert_major_order",
+    "inverse_order",
+]
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,13 @@ def inverse_order(order_R):
     return inverse_R
 
 
-def dispatch(platform, x_RD, num_tokens_per_expert_E, scores_R, ep_mesh):
+def start_counts(platform, num_tokens_per_expert_E, ep_mesh):
+    """Start step 1 of :func:`dispatch`, to do something else while it runs."""
+    name = "dispatch: all-to-all of counts over ep"
+    return platform.start_counts_exchange(num_tokens_per_expert_E, ep_mesh.get_group(), name)
+
+
+def dispatch(platform, x_RD, num_tokens_per_expert_E, scores_R, ep_mesh, arriving_counts=None):
     """Bring each row to the rank that owns its expert.
 
     1. The counts go to the ranks they are meant for; what arrives says how many rows will come from where.
@@ -74,6 +88,7 @@ def dispatch(platform, x_RD, num_tokens_per_expert_E, scores_R, ep_mesh):
         num_tokens_per_expert_E: int64 counts of those rows.
         scores_R: one score per row, or None.
         ep_mesh: 1-D mesh over which the experts lie.
+        arriving_counts: what :func:`start_counts` returned for these counts, if step 1 is under way.
 
     Returns:
         ``(rows, counts per local expert (int64 [L], on the rows' device), scores or None)``, and the
@@ -83,8 +98,9 @@ def dispatch(platform, x_RD, num_tokens_per_expert_E, scores_R, ep_mesh):
     if num_ranks == 1:
         return (x_RD, num_tokens_per_expert_E, scores_R), None
 
-    arriving = platform.exchange_counts(num_tokens_per_expert_E, group, "dispatch: all-to-all of counts over ep")
-    counts_E, arriving = platform.to_host(num_tokens_per_expert_E, arriving)
+    if arriving_counts is None:
+        arriving_counts = start_counts(platform, num_tokens_per_expert_E, ep_mesh)
+    counts_E, arriving = platform.to_host(num_tokens_per_expert_E, arriving_counts.wait())
     if not platform.on_host(num_tokens_per_expert_E):
         check_counts(counts_E, x_RD.shape[0])
     recv_counts_PL = np.asarray(arriving, np.int64).reshape(num_ranks, -1)

@@ -22,39 +22,51 @@ from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_co
 
 from hyper_parallel.platform.operation import operation
 
-__all__ = ["all_to_all", "all_reduce", "broadcast", "all_gather"]
+__all__ = ["AllToAll", "all_to_all", "all_reduce", "broadcast", "all_gather"]
 
 
 @contextmanager
-def _named(name, group):
+def _named(name, group, synchronize=True):
     with operation(name, comm.get_process_group_ranks(group), comm.get_rank()):
         yield
-        # Without this an error shows up in whatever operator comes next.
-        ms.runtime.synchronize()
+        if synchronize:  # without this an error shows up in whatever operator comes next
+            ms.runtime.synchronize()
 
 
 def all_to_all(x, send_splits, recv_splits, group, name):
     """Rows of x [R, ...] to every rank of the group, and theirs to this one, in rank order."""
-    rank, size = comm.get_rank(group), comm.get_group_size(group)
-    starts = [sum(send_splits[:r]) for r in range(size)]
-    received = [None] * size
-    if send_splits[rank]:
-        received[rank] = x[starts[rank] : starts[rank] + send_splits[rank]]
-    with _named(name, group):
-        # All sends first: they are buffered at the receiver, while receives on both sides would wait for ever.
-        handles = []
-        for r in _peers(rank, size):
-            if send_splits[r]:
-                chunk = x[starts[r] : starts[r] + send_splits[r]].copy()
-                handles.append(dist_comm_isend_op(chunk, r, group, 0)[1])
-        for r in _peers(rank, size):
-            if recv_splits[r]:
-                received[r] = mint.empty((recv_splits[r], *x.shape[1:]), dtype=x.dtype)
-                handles.append(dist_comm_irecv_op(received[r], 0, r, group)[1])
-        for handle in handles:
-            handle.wait()
-    pieces = [piece for piece in received if piece is not None]
-    return mint.cat(pieces, 0) if pieces else mint.zeros((0, *x.shape[1:]), dtype=x.dtype)
+    return AllToAll(x, send_splits, recv_splits, group, name).wait()
+
+
+class AllToAll:
+    """The same, started; nothing else may be asked of the group before ``wait``."""
+
+    def __init__(self, x, send_splits, recv_splits, group, name):
+        self._x, self._group, self._name = x, group, name
+        rank, size = comm.get_rank(group), comm.get_group_size(group)
+        starts = [sum(send_splits[:r]) for r in range(size)]
+        self._received = [None] * size
+        if send_splits[rank]:
+            self._received[rank] = x[starts[rank] : starts[rank] + send_splits[rank]]
+        self._handles = []
+        with _named(name, group, synchronize=False):
+            # All sends first: they are buffered at the receiver, while receives on both sides would wait for ever.
+            for r in _peers(rank, size):
+                if send_splits[r]:
+                    chunk = x[starts[r] : starts[r] + send_splits[r]].copy()
+                    self._handles.append(dist_comm_isend_op(chunk, r, group, 0)[1])
+            for r in _peers(rank, size):
+                if recv_splits[r]:
+                    self._received[r] = mint.empty((recv_splits[r], *x.shape[1:]), dtype=x.dtype)
+                    self._handles.append(dist_comm_irecv_op(self._received[r], 0, r, group)[1])
+
+    def wait(self):
+        """The received rows, complete."""
+        with _named(self._name, self._group):
+            for handle in self._handles:
+                handle.wait()
+        pieces = [piece for piece in self._received if piece is not None]
+        return mint.cat(pieces, 0) if pieces else mint.zeros((0, *self._x.shape[1:]), dtype=self._x.dtype)
 
 
 def all_reduce(x, group, name):

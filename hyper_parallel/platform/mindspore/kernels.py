@@ -9,7 +9,7 @@ Shape suffixes: R rows, E experts, D input features, N output features, H hidden
 from mindspore import mint, ops
 from mindspore.common._grad_function import _Function
 
-__all__ = ["TakeRows", "row_groups", "grouped_linear", "swiglu"]
+__all__ = ["TakeRows", "Pick", "CountInBackward", "row_groups", "grouped_linear", "swiglu"]
 
 
 def row_groups(num_tokens_per_expert_E):
@@ -105,3 +105,31 @@ class SwiGLU(_Function):
             grad = (grad * scores.reshape((-1, 1))).astype(gate.dtype)
         # d silu(g) / dg = sigmoid(g) * (1 + g - silu(g))
         return grad * up * sigmoid * (1 + gate - silu), grad * silu, grad_scores
+
+
+class Pick(_Function):
+    """``y[t, k] = x[t, index[t, k]]``; the indices of a row differ."""
+
+    @staticmethod
+    def forward(ctx, x_TE, index_TK):
+        ctx.index_TK, ctx.num_columns = index_TK, x_TE.shape[1]
+        return mint.gather(x_TE, 1, index_TK) if x_TE.shape[0] else mint.zeros(index_TK.shape, dtype=x_TE.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_TK):
+        zeros_TE = mint.zeros((grad_TK.shape[0], ctx.num_columns), dtype=grad_TK.dtype)
+        return (mint.scatter(zeros_TE, 1, ctx.index_TK, grad_TK) if grad_TK.shape[0] else zeros_TE), None
+
+
+class CountInBackward(_Function):
+    """Identity whose backward adds counts to a counter in place."""
+
+    @staticmethod
+    def forward(ctx, x, counter_E, counts_E):
+        ctx.counter_E, ctx.counts_E = counter_E, counts_E
+        return x.copy()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.counter_E.set_data(ctx.counter_E + ctx.counts_E)
+        return grad, None, None

@@ -45,11 +45,11 @@ class MindSporePlatform(Platform):
     def replaced_forward(self, module):
         return "construct" in module.__dict__
 
-    def wrap_forward(self, module, label, wrapper):
-        sharding.wrap_construct(module, label, wrapper)
+    def wrap_forward(self, module, layer):
+        sharding.wrap_construct(module, layer)
 
-    def label(self, module):
-        return getattr(type(module), sharding.LABEL, None)
+    def parallel_layer(self, module):
+        return getattr(type(module), sharding.LAYER, None)
 
     # Meshes and layouts
 
@@ -109,18 +109,29 @@ class MindSporePlatform(Platform):
     def swiglu(self, gate, up):
         return kernels.swiglu(gate, up)
 
-    # Routing
+    # Routing. MindSpore's CPU backend lacks many index operators; numpy has them, and reads tensors in place.
 
-    def top_k(self, logits_TE, top_k, score_func, normalize, scale):
+    def probabilities(self, logits_TE, score_func):
         logits_TE = logits_TE.astype(ms.float32) if logits_TE.dtype in (ms.float16, ms.bfloat16) else logits_TE
-        scores_TE = mint.softmax(logits_TE, 1) if score_func == "softmax" else mint.sigmoid(logits_TE)
-        scores_TK, selected_TK = ops.topk(scores_TE, top_k, dim=1)
-        if normalize:
-            scores_TK = scores_TK / scores_TK.sum(1, keepdims=True)
-        return scores_TK * scale, selected_TK.astype(ms.int64)
+        if logits_TE.shape[0] == 0:
+            return logits_TE
+        return mint.softmax(logits_TE, -1) if score_func == "softmax" else mint.sigmoid(logits_TE)
+
+    def detach(self, x):
+        return ops.stop_gradient(x)
+
+    def top_indices(self, x_TE, k):
+        return Tensor(np.argsort(-x_TE.asnumpy(), axis=-1, kind="stable")[:, :k].astype(np.int64))
+
+    def pick(self, x_TE, index_TK):
+        return kernels.Pick.apply(x_TE, index_TK)
+
+    def mark(self, index_TK, size):
+        marks_TE = np.zeros((index_TK.shape[0], size), np.float32)
+        np.put_along_axis(marks_TE, index_TK.asnumpy(), 1.0, axis=1)
+        return Tensor(marks_TE)
 
     def sort_by_expert(self, selected_TK, num_experts):
-        # MindSpore's CPU backend lacks most of these operators; numpy has them, and reads the tensor in place.
         experts_R = selected_TK.asnumpy().reshape(-1)
         order_R = np.argsort(experts_R, kind="stable")
         inverse_R = np.empty_like(order_R)
@@ -128,17 +139,21 @@ class MindSporePlatform(Platform):
         counts_E = np.bincount(experts_R, minlength=num_experts)
         return tuple(Tensor(values.astype(np.int64)) for values in (order_R, inverse_R, counts_E))
 
-    def reshape(self, x, shape):
-        return x.reshape(shape)
+    def scale_rows(self, x_RD, scores_R):
+        return (x_RD * scores_R.reshape((scores_R.shape[0], 1))).astype(x_RD.dtype)
 
-    def sum_copies(self, x_TKD):
-        return x_TKD.sum(1)
+    def count_in_backward(self, x, counter_E, counts_E):
+        return kernels.CountInBackward.apply(x, counter_E, counts_E)
+
+    def assign(self, buffer, value):
+        buffer.set_data(value.astype(buffer.dtype))
 
     # Collectives
 
-    def exchange_counts(self, counts, group, name):
-        splits = [counts.shape[0] // comm.get_group_size(group)] * comm.get_group_size(group)
-        return backend.all_to_all(counts.astype(ms.int64), splits, splits, group, name)
+    def start_counts_exchange(self, counts, group, name):
+        size = comm.get_group_size(group)
+        splits = (counts.shape[0] // size,) * size
+        return backend.AllToAll(counts.astype(ms.int64), splits, splits, group, name)
 
     def all_to_all_rows(self, x, send_splits, recv_splits, group, name):
         return collectives.AllToAllRows.apply(x, send_splits, recv_splits, group, name)
@@ -148,6 +163,9 @@ class MindSporePlatform(Platform):
 
     def reduce_from_group(self, x, group, name):
         return collectives.ReduceFromGroup.apply(x, group, name)
+
+    def sum_over_group(self, x, group, name):
+        return backend.all_reduce(x, group, name)
 
     def digests(self, x, group, name):
         rows = x.asnumpy().reshape(x.shape[0], -1).astype(np.float64)

@@ -7,9 +7,9 @@ from mindspore import Parameter, Tensor, mint
 
 from hyper_parallel.platform.mindspore import cpu_collectives as backend
 
-__all__ = ["ShardedParameter", "distribute", "shard_parameter", "wrap_construct", "LABEL"]
+__all__ = ["ShardedParameter", "distribute", "shard_parameter", "wrap_construct", "LAYER"]
 
-LABEL = "_hyper_parallel_style"
+LAYER = "_hyper_parallel_layer"
 
 
 class ShardedParameter(Parameter, Tensor):
@@ -71,15 +71,15 @@ def shard_parameter(cell, name, device_mesh, placements):
     new.name = old.name
 
 
-def wrap_construct(cell, label, wrapper):
-    """Give ``cell`` a subclass of its class whose construct is ``wrapper``; see ``Platform.wrap_forward``."""
+def wrap_construct(cell, layer):
+    """Give ``cell`` a subclass of its class whose construct is ``layer``; see ``Platform.wrap_forward``."""
     original = type(cell)
 
-    def construct(self, x, num_tokens_per_expert, scores=None):
-        def local_forward(*inputs):
-            return original.construct(self, *inputs)
+    def construct(self, *inputs, **keywords):
+        def local_forward(*local_inputs, **local_keywords):
+            return original.construct(self, *local_inputs, **local_keywords)
 
-        return wrapper(self, local_forward, x, num_tokens_per_expert, scores)
+        return layer(self, local_forward, *inputs, **keywords)
 
-    body = {"construct": construct, LABEL: label, "__module__": original.__module__, "__doc__": original.__doc__}
-    cell.__class__ = type(f"{label}{original.__name__}", (original,), body)
+    body = {"construct": construct, LAYER: layer, "__module__": original.__module__, "__doc__": original.__doc__}
+    cell.__class__ = type(f"{layer.label}{original.__name__}", (original,), body)

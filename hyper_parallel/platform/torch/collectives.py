@@ -10,21 +10,28 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.operation import operation
 
-__all__ = ["all_gather_vector", "exchange_counts", "AllToAllRows", "CopyToGroup", "ReduceFromGroup"]
+__all__ = ["CountsExchange", "all_gather_vector", "all_reduce", "AllToAllRows", "CopyToGroup", "ReduceFromGroup"]
 
 
 def _named(name, group):
     return operation(name, dist.get_process_group_ranks(group), dist.get_rank())
 
 
-def exchange_counts(counts, group, name):
-    """Equal-chunk all-to-all that is complete when it returns."""
-    counts = counts.to(torch.int64).contiguous()
-    received = torch.empty_like(counts)
-    with _named(name, group):
-        # Waiting on the handle is what makes the numbers valid: HCCL and NCCL give the host no order of their own.
-        dist.all_to_all_single(received, counts, group=group, async_op=True).wait()
-    return received
+class CountsExchange:
+    """An all-to-all of equal chunks that runs while the host goes on."""
+
+    def __init__(self, counts, group, name):
+        self._group, self._name = group, name
+        self._counts = counts.to(torch.int64).contiguous()  # kept: the backend reads it until the wait
+        self._received = torch.empty_like(self._counts)
+        with _named(name, group):
+            self._work = dist.all_to_all_single(self._received, self._counts, group=group, async_op=True)
+
+    def wait(self):
+        """What arrived, complete: HCCL and NCCL give the host no order of their own."""
+        with _named(self._name, self._group):
+            self._work.wait()
+        return self._received
 
 
 def all_gather_vector(vector, group, name):
@@ -42,7 +49,8 @@ def _all_to_all(x, send_splits, recv_splits, group, name):
     return received
 
 
-def _all_reduce(x, group, name):
+def all_reduce(x, group, name):
+    """x summed over the group, as a new tensor; no gradient."""
     summed = x.clone(memory_format=torch.contiguous_format)
     with _named(name, group):
         dist.all_reduce(summed, group=group)
@@ -74,7 +82,7 @@ class CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _all_reduce(grad, ctx.group, f"{ctx.name} (backward)"), None, None
+        return all_reduce(grad, ctx.group, f"{ctx.name} (backward)"), None, None
 
 
 class ReduceFromGroup(torch.autograd.Function):
@@ -82,7 +90,7 @@ class ReduceFromGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group, name):
-        return _all_reduce(x, group, name)
+        return all_reduce(x, group, name)
 
     @staticmethod
     def backward(ctx, grad):

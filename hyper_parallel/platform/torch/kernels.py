@@ -6,7 +6,7 @@ Shape suffixes: R rows, E experts, D model size, H hidden size.
 import torch
 from torch.nn.functional import silu
 
-__all__ = ["TakeRows", "SwiGLUExperts", "SwiGLU", "row_groups"]
+__all__ = ["TakeRows", "SwiGLUExperts", "SwiGLU", "CountInBackward", "row_groups"]
 
 
 def row_groups(counts):
@@ -122,3 +122,17 @@ class SwiGLU(torch.autograd.Function):
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate) if ctx.needs_input_grad[0] else None
         grad_up = silu(gate).mul_(grad) if ctx.needs_input_grad[1] else None
         return grad_gate, grad_up
+
+
+class CountInBackward(torch.autograd.Function):
+    """Identity whose backward adds counts to a counter in place."""
+
+    @staticmethod
+    def forward(ctx, x, counter_E, counts_E):
+        ctx.counter_E, ctx.counts_E = counter_E, counts_E
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.counter_E.add_(ctx.counts_E)
+        return grad, None, None

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dt
@@ -12,6 +13,8 @@ from hyper_parallel.platform.platform import Platform
 from hyper_parallel.platform.torch import collectives, kernels, sharding
 
 __all__ = ["TorchPlatform"]
+
+HOST_VALUES = "_hyper_parallel_host_values"
 
 
 class TorchPlatform(Platform):
@@ -44,11 +47,11 @@ class TorchPlatform(Platform):
     def replaced_forward(self, module):
         return "forward" in module.__dict__
 
-    def wrap_forward(self, module, label, wrapper):
-        sharding.wrap_forward(module, label, wrapper)
+    def wrap_forward(self, module, layer):
+        sharding.wrap_forward(module, layer)
 
-    def label(self, module):
-        return getattr(type(module), sharding.LABEL, None)
+    def parallel_layer(self, module):
+        return getattr(type(module), sharding.LAYER, None)
 
     # Meshes and layouts
 
@@ -87,15 +90,21 @@ class TorchPlatform(Platform):
         return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
     def on_host(self, tensor):
-        return tensor.device.type == "cpu"
+        return tensor.device.type == "cpu" or hasattr(tensor, HOST_VALUES)
 
     def to_host(self, *tensors):
-        values = torch.cat([tensor.to(torch.int64) for tensor in tensors]).tolist()
-        ends = torch.tensor([tensor.shape[0] for tensor in tensors]).cumsum(0).tolist()
-        return [values[start:end] for start, end in zip([0, *ends], ends)]
+        known = [getattr(tensor, HOST_VALUES, None) for tensor in tensors]
+        copied = [tensor.to(torch.int64) for tensor, values in zip(tensors, known) if values is None]
+        sizes = [len(tensor) for tensor in copied]
+        pieces = iter(np.split(torch.cat(copied).cpu().numpy(), np.cumsum(sizes)[:-1]) if copied else ())
+        return [(next(pieces) if values is None else values).tolist() for values in known]
 
     def int_tensor(self, values, like):
-        return torch.as_tensor(values, dtype=torch.int64).to(like.device, non_blocking=True)
+        values = np.asarray(values, np.int64)
+        tensor = torch.as_tensor(values).to(like.device, non_blocking=True)
+        # Whoever reads these numbers on the host need not copy them back.
+        setattr(tensor, HOST_VALUES, values)
+        return tensor
 
     # Rows
 
@@ -107,7 +116,7 @@ class TorchPlatform(Platform):
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             x_RD, w1_EHD, w2_EDH, w3_EHD = (value.to(dtype) for value in (x_RD, w1_EHD, w2_EDH, w3_EHD))
-        groups = kernels.row_groups(num_tokens_per_expert_E.tolist())
+        groups = kernels.row_groups(self.to_host(num_tokens_per_expert_E)[0])
         return kernels.SwiGLUExperts.apply(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, groups)
 
     def same_dtype(self, x, weight):
@@ -118,30 +127,42 @@ class TorchPlatform(Platform):
 
     # Routing
 
-    def top_k(self, logits_TE, top_k, score_func, normalize, scale):
-        logits_TE = logits_TE.float() if logits_TE.dtype in (torch.float16, torch.bfloat16) else logits_TE
-        scores_TE = torch.softmax(logits_TE, 1) if score_func == "softmax" else torch.sigmoid(logits_TE)
-        scores_TK, selected_TK = torch.topk(scores_TE, top_k, dim=1)
-        if normalize:
-            scores_TK = scores_TK / scores_TK.sum(1, keepdim=True)
-        return scores_TK * scale, selected_TK
+    def probabilities(self, logits_TE, score_func):
+        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        return torch.softmax(logits_TE, -1) if score_func == "softmax" else torch.sigmoid(logits_TE)
+
+    def detach(self, x):
+        return x.detach()
+
+    def top_indices(self, x_TE, k):
+        return torch.topk(x_TE, k, dim=-1).indices
+
+    def pick(self, x_TE, index_TK):
+        return x_TE.gather(-1, index_TK)
+
+    def mark(self, index_TK, size):
+        return torch.zeros(index_TK.shape[0], size, device=index_TK.device).scatter_(1, index_TK, 1.0)
 
     def sort_by_expert(self, selected_TK, num_experts):
         experts_R = selected_TK.reshape(-1)
         order_R = torch.argsort(experts_R, stable=True)
         inverse_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-        return order_R, inverse_R, torch.bincount(experts_R, minlength=num_experts)
+        counts_E = experts_R.new_zeros(num_experts).scatter_add_(0, experts_R, torch.ones_like(experts_R))
+        return order_R, inverse_R, counts_E
 
-    def reshape(self, x, shape):
-        return x.reshape(shape)
+    def scale_rows(self, x_RD, scores_R):
+        return (x_RD * scores_R.unsqueeze(1)).to(x_RD.dtype)
 
-    def sum_copies(self, x_TKD):
-        return x_TKD.sum(1)
+    def count_in_backward(self, x, counter_E, counts_E):
+        return kernels.CountInBackward.apply(x, counter_E, counts_E)
+
+    def assign(self, buffer, value):
+        buffer.copy_(value)
 
     # Collectives
 
-    def exchange_counts(self, counts, group, name):
-        return collectives.exchange_counts(counts, group, name)
+    def start_counts_exchange(self, counts, group, name):
+        return collectives.CountsExchange(counts, group, name)
 
     def all_to_all_rows(self, x, send_splits, recv_splits, group, name):
         return collectives.AllToAllRows.apply(x, send_splits, recv_splits, group, name)
@@ -151,6 +172,9 @@ class TorchPlatform(Platform):
 
     def reduce_from_group(self, x, group, name):
         return collectives.ReduceFromGroup.apply(x, group, name)
+
+    def sum_over_group(self, x, group, name):
+        return collectives.all_reduce(x, group, name)
 
     def digests(self, x, group, name):
         x = x.detach().double().reshape(x.shape[0], -1)

@@ -4,9 +4,9 @@ import torch
 import torch.distributed.tensor as dt
 from torch import nn
 
-__all__ = ["to_torch", "shard_parameter", "wrap_forward", "LABEL"]
+__all__ = ["to_torch", "shard_parameter", "wrap_forward", "LAYER"]
 
-LABEL = "_hyper_parallel_style"
+LAYER = "_hyper_parallel_layer"
 
 
 def to_torch(placements):
@@ -29,40 +29,46 @@ def shard_parameter(module, name, device_mesh, placements):
     module.register_parameter(name, new)
 
 
-def wrap_forward(module, label, wrapper):
-    """Give ``module`` a subclass of its class whose forward is ``wrapper``.
+def wrap_forward(module, layer):
+    """Give ``module`` a subclass of its class whose forward is ``layer``.
 
     A class, unlike a forward put on the object, is shared by deep copies without tying them to the original.
     """
     original = type(module)
 
-    def forward(self, x, num_tokens_per_expert, scores=None):
-        def local_forward(*inputs):
-            return _call_with_local_parameters(self, original, inputs)
+    def forward(self, *inputs, **keywords):
+        def local_forward(*local_inputs, **local_keywords):
+            return _call_with_local_parameters(self, original, local_inputs, local_keywords)
 
-        return wrapper(self, local_forward, x, num_tokens_per_expert, scores)
+        return layer(self, local_forward, *inputs, **keywords)
 
     # Row counts are data: compiling this would compile again for every new routing.
     forward = torch._disable_dynamo(forward)
-    body = {"forward": forward, LABEL: label, "__module__": original.__module__, "__doc__": original.__doc__}
-    module.__class__ = type(f"{label}{original.__name__}", (original,), body)
+    body = {"forward": forward, LAYER: layer, "__module__": original.__module__, "__doc__": original.__doc__}
+    module.__class__ = type(f"{layer.label}{original.__name__}", (original,), body)
 
 
-def _call_with_local_parameters(module, original, inputs):
+def _call_with_local_parameters(module, original, inputs, keywords):
     """Run the class's forward on a shallow twin of the module that has local tensors in place of DTensors.
 
     A module written for plain tensors so needs no change, and the module itself keeps its parameters, also for calls
     that overlap. What forward assigns to ``self`` is carried over to the module.
     """
-    twin = object.__new__(original)
-    local = {
+    twin = _local_twin(module, original)
+    before = dict(vars(twin))
+    try:
+        return original.forward(twin, *inputs, **keywords)
+    finally:
+        vars(module).update({name: value for name, value in vars(twin).items() if before.get(name, twin) is not value})
+
+
+def _local_twin(module, cls):
+    """A module of class ``cls`` that shares everything with ``module`` but its DTensors, and those of its children."""
+    twin = object.__new__(cls)
+    parameters = {
         name: parameter.to_local() if isinstance(parameter, dt.DTensor) else parameter
         for name, parameter in module._parameters.items()
     }
-    twin.__dict__.update(module.__dict__, _parameters=local)
-    before = dict(twin.__dict__)
-    try:
-        return original.forward(twin, *inputs)
-    finally:
-        changed = {name: value for name, value in twin.__dict__.items() if before.get(name, twin) is not value}
-        module.__dict__.update(changed)
+    children = {name: child and _local_twin(child, type(child)) for name, child in module._modules.items()}
+    vars(twin).update(vars(module), _parameters=parameters, _modules=children)
+    return twin
