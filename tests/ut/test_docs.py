@@ -1,0 +1,142 @@
+"""The documents hold: links resolve, names exist, code compiles, and the rules on imports are kept."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hyper_parallel
+from hyper_parallel.platform.platform import Platform
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [path for where in ("README*.md", "docs/*.md", "platform/*/README.md") for path in sorted(ROOT.glob(where))]
+FRAMEWORKS = {"torch", "mindspore"}
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def fenced_blocks(path, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.S | re.M)
+
+
+def text_outside_code(path):
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(path):
+    """The names under which GitHub links to the headings."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def imported_modules(source):
+    """Top-level packages that a source file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.split(".")[0]
+
+
+def names_imported_from_us(source):
+    """Names that a code block imports from hyper_parallel itself."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "hyper_parallel":
+            yield from (alias.name for alias in node.names)
+
+
+def test_all_documents_are_found():
+    names = {name_of(path) for path in DOCUMENTS}
+    assert {"README.md", "README.zh.md", "docs/expert_parallel.md", "docs/architecture.md"} <= names
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_relative_links_resolve(document):
+    links = re.findall(r"\]\(([^)\s]+)\)", text_outside_code(document))
+    broken = []
+    for link in links:
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (document.parent / target).resolve() if target else document
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(link)
+    assert not broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_python_blocks_compile_and_import_public_names(document):
+    for block in fenced_blocks(document, "python"):
+        compile(block, name_of(document), "exec")
+        assert set(names_imported_from_us(block)) <= set(hyper_parallel.__all__)
+
+
+def test_readme_shows_an_example_per_framework():
+    torch_example, mindspore_example = fenced_blocks(ROOT / "README.md", "python")
+    assert "torch" in set(imported_modules(torch_example))
+    assert "mindspore" in set(imported_modules(mindspore_example))
+    assert "ExpertTensorParallel" in set(names_imported_from_us(torch_example))
+    assert "ExpertTensorParallel" in set(names_imported_from_us(mindspore_example))
+
+
+def test_readmes_show_the_same_code():
+    for language in ("python", "bash", "text"):
+        assert fenced_blocks(ROOT / "README.md", language) == fenced_blocks(ROOT / "README.zh.md", language)
+
+
+def test_index_arithmetic_example_holds():
+    blocks = fenced_blocks(ROOT / "docs" / "expert_parallel.md", "python")
+    (example,) = [block for block in blocks if block.startswith("# Runs in one process")]
+    exec(compile(example, "docs/expert_parallel.md", "exec"), {})
+
+
+def test_architecture_lists_every_verb_of_a_platform():
+    section = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## The Platform interface")[1]
+    table = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("|")]
+    listed = [verb for line in table for verb in re.findall(r"`(\w+)`", line)]
+    verbs = [name for name, value in vars(Platform).items() if callable(value) and not name.startswith("_")]
+    assert sorted(listed) == sorted(verbs)
+
+
+def test_importing_the_library_imports_no_framework():
+    program = f"import hyper_parallel, sys; print({FRAMEWORKS} & set(sys.modules))"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_core_imports_no_framework():
+    files = sorted((ROOT / "hyper_parallel" / "core").rglob("*.py"))
+    assert files
+    imports = {name_of(file): FRAMEWORKS & set(imported_modules(file.read_text(encoding="utf-8"))) for file in files}
+    assert not {file: frameworks for file, frameworks in imports.items() if frameworks}
+
+
+@pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
+def test_only_a_platform_folder_imports_its_framework(framework):
+    own_folder = ROOT / "hyper_parallel" / "platform" / framework
+    offending = {
+        name_of(file)
+        for file in sorted((ROOT / "hyper_parallel").rglob("*.py"))
+        if own_folder not in file.parents and framework in set(imported_modules(file.read_text(encoding="utf-8")))
+    }
+    assert not offending
+
+
+def test_root_platform_folder_holds_no_python():
+    assert not list((ROOT / "platform").rglob("*.py"))
+
+
+@pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
+def test_launcher_explains_itself(framework):
+    launcher = ROOT / "platform" / framework / "launch.sh"
+    done = subprocess.run([launcher], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert f"platform/{framework}/launch.sh NPROC script.py" in done.stderr
+    assert "set -euo" not in done.stderr
