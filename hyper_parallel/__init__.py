@@ -13,6 +13,8 @@ _HOME = {
     "ExpertParallel": "core.expert_parallel",
     "TensorParallel": "core.expert_parallel",
     "ExpertTensorParallel": "core.expert_parallel",
+    "DedupExpertTensorParallel": "core.expert_parallel",
+    "SplitExpertTensorParallel": "core.expert_parallel",
     "ParallelStyle": "core.parallel_style",
     "parallelize_module": "core.parallel_style",
     "parallelize": "core.parallel_style",

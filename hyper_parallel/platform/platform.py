@@ -123,6 +123,18 @@ class Platform(ABC):
         """
 
     @abstractmethod
+    def gather_rows(self, x, index_R):
+        """``y[i] = x[index[i]]``, rows of x any number of times each. Gradient: summed over the copies."""
+
+    @abstractmethod
+    def sum_rows(self, x, index_R, num_rows):
+        """``y[j]`` = sum of the rows i of x with ``index[i] = j``, of [num_rows, ...]. Gradient: gathered."""
+
+    @abstractmethod
+    def concat(self, tensors, dim):
+        """Tensors one after another along a dim; differentiable."""
+
+    @abstractmethod
     def swiglu_experts(self, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R):
         """``scores * w2[e](silu(w1[e] x) * (w3[e] x))`` for the rows of each expert e: [R, D].
 
@@ -161,6 +173,14 @@ class Platform(ABC):
     @abstractmethod
     def mark(self, index_TK, size):
         """[T, size], 1.0 at the indices of each row and 0.0 elsewhere, fp32."""
+
+    @abstractmethod
+    def marked_positions(self, marks, num_marked):
+        """Positions int64 of the entries of a flat [N] that are not 0, ascending; ``num_marked`` is their number."""
+
+    @abstractmethod
+    def to_int(self, x):
+        """Whole numbers of a float tensor as int64."""
 
     @abstractmethod
     def sort_by_expert(self, selected_TK, num_experts):
@@ -210,6 +230,18 @@ class Platform(ABC):
     @abstractmethod
     def reduce_from_group(self, x, group, name):
         """Forward: x summed over the group. Backward: the gradient as it is, for it is the same on every rank."""
+
+    @abstractmethod
+    def split_over_group(self, x, splits, group, name):
+        """Forward: this rank's share of x, ``splits[r]`` rows for rank r. Backward: the shares' gradients, gathered.
+
+        For a value that all ranks hold and of which each uses its share.
+        """
+
+    @abstractmethod
+    def gather_from_group(self, x, splits, group, name):
+        """Forward: the rows of all ranks, ``splits[r]`` from rank r. Backward: this rank's share of the gradient, which
+        is the same on every rank."""
 
     @abstractmethod
     def sum_over_group(self, x, group, name):

@@ -35,7 +35,10 @@ DEBUG_VARIABLE = "HYPER_PARALLEL_DEBUG"
 
 
 class _ExpertsStyle(ParallelStyle):
-    """What the three styles share: validation, sharding, and the path of one call."""
+    """What the styles share: validation, sharding, and the path of one call."""
+
+    # Whether the style sums over tp itself inside a MoE layer, so that the layer must not.
+    sums_over_tp = False
 
     def validate(self, module, device_mesh):
         """Return the module's sizes; raise what :meth:`apply` documents."""
@@ -86,6 +89,8 @@ class _ExpertsStyle(ParallelStyle):
     def _call(self, layer, mod, local_forward, x, num_tokens_per_expert, scores=None, *, inside=None):
         """One call of a parallelised experts module; ``inside`` is given by the MoE layer around it."""
         platform, mesh = get_platform(mod), layer.device_mesh
+        if inside is not None and inside.rows_are_local:
+            return _run_experts(platform, local_forward, (x, num_tokens_per_expert, scores), None)
         check_inputs(platform, layer.shapes, x, num_tokens_per_expert, scores)
         self._check_replicated_rows(platform, x, mesh)
         arriving = None if inside is None else inside.arriving_counts

@@ -11,10 +11,12 @@ class InsideMoE:
     """Handed to parallelised experts by the MoE layer around them, which sums over tp itself.
 
     Attributes:
-        arriving_counts: the counts exchange that ``ParallelLayer.begin`` started, or None where nothing is exchanged.
+        arriving_counts: the counts exchange that the style's ``begin`` started, or None where nothing is exchanged.
+        rows_are_local: the rows are those of this rank's experts, with counts over them: no dispatch and no combine.
     """
 
     arriving_counts: Any = None
+    rows_are_local: bool = False
 
 
 @dataclass(frozen=True)

@@ -118,12 +118,12 @@ def mixture_of_experts(platform, moe, x):
     """
     x_TD = x if len(x.shape) == 2 else x.reshape((_product(x.shape[:-1]), x.shape[-1]))
     scores_TK, selected_TK = moe.router(x_TD, moe.expert_bias)
-    order_R, inverse_R, counts_E = platform.sort_by_expert(selected_TK, moe.router.num_experts)
-    scores_TK = platform.count_in_backward(scores_TK, moe.tokens_per_expert, counts_E)
+    routing = platform.sort_by_expert(selected_TK, moe.router.num_experts)
+    scores_TK = platform.count_in_backward(scores_TK, moe.tokens_per_expert, routing[2])
     region = _TensorParallelRegion(platform, moe)
 
     inputs_TD, scores_TK = region.enter(x_TD, scores_TK)
-    y_TD = _routed(platform, moe, region, inputs_TD, scores_TK, (order_R, inverse_R, counts_E))
+    y_TD = region.routed_part(inputs_TD, scores_TK, selected_TK, routing)
     if moe.shared_experts is not None and region.holds_shared_experts:
         y_TD = y_TD + moe.shared_experts(inputs_TD, inside=InsideMoE())
     y_TD = region.leave(y_TD)
@@ -132,31 +132,44 @@ def mixture_of_experts(platform, moe, x):
     return y_TD if len(x.shape) == 2 else y_TD.reshape(tuple(x.shape))
 
 
-def _routed(platform, moe, region, x_TD, scores_TK, routing):
-    """Sum over each token's experts of score times output."""
+def routed_rows(platform, moe, x_TD, scores_TK, routing, keywords=None, experts=None):
+    """Sum over each token's experts of score times output, one row per token and expert.
+
+    Args:
+        routing: order, inverse and counts of ``Platform.sort_by_expert``.
+        keywords: for the call of ``moe.experts``.
+        experts: ``(rows_RD, scores_R) -> rows`` in the place of ``moe.experts``; it applies the scores.
+    """
     order_R, inverse_R, counts_E = routing
     num_tokens, top_k = scores_TK.shape
-    # The counts travel while the rows are gathered.
-    keywords = region.begin(counts_E)
     rows_RD = platform.take_rows(x_TD, order_R, inverse_R, copies=top_k)
     scores_R = platform.take_rows(scores_TK.reshape((num_tokens * top_k,)), order_R, inverse_R)
-    if moe.score_position == "inside":
-        rows_RD = moe.experts(rows_RD, counts_E, scores_R, **keywords)
-    elif moe.score_position == "before":
-        rows_RD = moe.experts(platform.scale_rows(rows_RD, scores_R), counts_E, **keywords)
+    if experts is None:
+        rows_RD = scored_experts(platform, moe, rows_RD, counts_E, scores_R, keywords or {})
     else:
-        rows_RD = platform.scale_rows(moe.experts(rows_RD, counts_E, **keywords), scores_R)
+        rows_RD = experts(rows_RD, scores_R)
     rows_RD = platform.take_rows(rows_RD, inverse_R, order_R)
-    return rows_RD.reshape((num_tokens, top_k, rows_RD.shape[1])).sum(1)
+    # Not every backend can differentiate a sum over nothing.
+    return rows_RD.reshape((num_tokens, top_k, rows_RD.shape[1])).sum(1) if num_tokens else rows_RD
+
+
+def scored_experts(platform, moe, rows_RD, counts_E, scores_R, keywords):
+    """Call the layer's experts with the scores where the layer wants them."""
+    if moe.score_position == "inside":
+        return moe.experts(rows_RD, counts_E, scores_R, **keywords)
+    if moe.score_position == "before":
+        return moe.experts(platform.scale_rows(rows_RD, scores_R), counts_E, **keywords)
+    return platform.scale_rows(moe.experts(rows_RD, counts_E, **keywords), scores_R)
 
 
 class _TensorParallelRegion:
     """The part of one MoE call whose values are terms of a sum over tp: one sum per layer each way, on [T, D]."""
 
     def __init__(self, platform, moe):
-        self._platform, self._experts = platform, moe.experts
+        self._platform, self._moe = platform, moe
         self._layer = platform.parallel_layer(moe.experts)
-        tp_mesh = None if self._layer is None else self._layer.mesh_axis("tp")
+        own_sum = self._layer is None or self._layer.style.sums_over_tp
+        tp_mesh = None if own_sum else self._layer.mesh_axis("tp")
         self._group = None if tp_mesh is None else tp_mesh.get_group()
         shared = None if moe.shared_experts is None else platform.parallel_layer(moe.shared_experts)
         shared_mesh = None if shared is None else shared.mesh_axis("tp")
@@ -172,11 +185,16 @@ class _TensorParallelRegion:
             self._platform.copy_to_group(scores_TK, self._group, "moe: sum of the scores' gradient over tp"),
         )
 
-    def begin(self, counts_E):
-        """What the experts' call is to know, as keyword arguments."""
+    def routed_part(self, x_TD, scores_TK, selected_TK, routing):
+        """As the experts' style does it; without one, or for an exact one, row by row."""
         if self._layer is None:
-            return {}
-        return {"inside": self._layer.style.begin(self._layer, self._experts, counts_E)}
+            return routed_rows(self._platform, self._moe, x_TD, scores_TK, routing)
+        style = self._layer.style
+        if hasattr(style, "routed_part"):
+            return style.routed_part(self._layer, self._moe, x_TD, scores_TK, selected_TK, routing)
+        # The counts travel while the rows are gathered.
+        keywords = {"inside": style.begin(self._layer, self._moe.experts, routing[2])}
+        return routed_rows(self._platform, self._moe, x_TD, scores_TK, routing, keywords)
 
     def leave(self, y_TD):
         if self._group is None:

@@ -1,10 +1,12 @@
 """Differentiable collectives. MindSpore's own are silently not: their gradients are zero or those of the identity."""
 
+import mindspore.communication as comm
+from mindspore import mint
 from mindspore.common._grad_function import _Function
 
 from hyper_parallel.platform.mindspore import cpu_collectives as backend
 
-__all__ = ["AllToAllRows", "CopyToGroup", "ReduceFromGroup"]
+__all__ = ["AllToAllRows", "CopyToGroup", "ReduceFromGroup", "SplitOverGroup", "GatherFromGroup"]
 
 
 class AllToAllRows(_Function):
@@ -44,3 +46,39 @@ class ReduceFromGroup(_Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, None, None
+
+
+def _share(x, splits, group):
+    rank = comm.get_rank(group)
+    return x[sum(splits[:rank]) : sum(splits[: rank + 1])].copy()
+
+
+def _gather(x, splits, group, name):
+    size = comm.get_group_size(group)
+    return backend.all_to_all(mint.cat([x] * size, 0), (x.shape[0],) * size, splits, group, name)
+
+
+class SplitOverGroup(_Function):
+    """Forward: this rank's share of the rows. Backward: all shares, gathered."""
+
+    @staticmethod
+    def forward(ctx, x, splits, group, name):
+        ctx.call = splits, group, f"{name} (backward)"
+        return _share(x, splits, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather(grad, *ctx.call), None, None, None
+
+
+class GatherFromGroup(_Function):
+    """Forward: all shares, gathered. Backward: this rank's share."""
+
+    @staticmethod
+    def forward(ctx, x, splits, group, name):
+        ctx.call = splits, group
+        return _gather(x, splits, group, name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _share(grad, *ctx.call), None, None, None

@@ -9,7 +9,17 @@ Shape suffixes: R rows, E experts, D input features, N output features, H hidden
 from mindspore import mint, ops
 from mindspore.common._grad_function import _Function
 
-__all__ = ["TakeRows", "Pick", "CountInBackward", "row_groups", "grouped_linear", "swiglu"]
+__all__ = [
+    "TakeRows",
+    "GatherRows",
+    "SumRows",
+    "Pick",
+    "LinearOfNoRows",
+    "CountInBackward",
+    "row_groups",
+    "grouped_linear",
+    "swiglu",
+]
 
 
 def row_groups(num_tokens_per_expert_E):
@@ -133,3 +143,54 @@ class CountInBackward(_Function):
     def backward(ctx, grad):
         ctx.counter_E.set_data(ctx.counter_E + ctx.counts_E)
         return grad, None, None
+
+
+def _gathered(x, index_R):
+    if index_R.shape[0] == 0:
+        return mint.zeros((0, *x.shape[1:]), dtype=x.dtype)
+    return ops.gather(x, index_R, 0)
+
+
+def _summed(x, index_R, num_rows):
+    if 0 in (x.shape[0], num_rows):
+        return mint.zeros((num_rows, *x.shape[1:]), dtype=x.dtype)
+    return ops.unsorted_segment_sum(x, index_R, num_rows)
+
+
+class GatherRows(_Function):
+    """``y[i] = x[index[i]]``."""
+
+    @staticmethod
+    def forward(ctx, x, index_R):
+        ctx.call = index_R, x.shape[0]
+        return _gathered(x, index_R)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _summed(grad, *ctx.call), None
+
+
+class SumRows(_Function):
+    """``y[j]`` = sum of the rows i with ``index[i] = j``."""
+
+    @staticmethod
+    def forward(ctx, x, index_R, num_rows):
+        ctx.index_R = index_R
+        return _summed(x, index_R, num_rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gathered(grad, ctx.index_R), None, None
+
+
+class LinearOfNoRows(_Function):
+    """``x @ w.T`` for x without elements. Connected to both, so that a rank without tokens takes part in backward."""
+
+    @staticmethod
+    def forward(ctx, x, w_ND):
+        ctx.shapes = x.shape, w_ND.shape
+        return mint.zeros((*x.shape[:-1], w_ND.shape[0]), dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(mint.zeros(shape, dtype=grad.dtype) for shape in ctx.shapes)

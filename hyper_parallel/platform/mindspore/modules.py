@@ -7,7 +7,7 @@ from mindspore import Parameter, mint, nn
 from mindspore.common.initializer import Uniform, initializer
 
 from hyper_parallel.core.expert_parallel import moe
-from hyper_parallel.platform.mindspore import PLATFORM
+from hyper_parallel.platform.mindspore import PLATFORM, kernels
 
 __all__ = ["GroupedExperts", "FeedForward", "TokenChoiceTopKRouter", "MoE"]
 
@@ -62,7 +62,7 @@ class _Linear(nn.Dense):
 
     def construct(self, x):
         if 0 in x.shape:
-            return mint.zeros((*x.shape[:-1], self.out_channels), dtype=x.dtype)
+            return kernels.LinearOfNoRows.apply(x, self.weight)
         return super().construct(x)
 
 

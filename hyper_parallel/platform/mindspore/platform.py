@@ -100,6 +100,15 @@ class MindSporePlatform(Platform):
     def take_rows(self, x, index_R, inverse_R, copies=1):
         return kernels.TakeRows.apply(x, index_R, inverse_R, copies)
 
+    def gather_rows(self, x, index_R):
+        return kernels.GatherRows.apply(x, index_R)
+
+    def sum_rows(self, x, index_R, num_rows):
+        return kernels.SumRows.apply(x, index_R, num_rows)
+
+    def concat(self, tensors, dim):
+        return mint.cat(tensors, dim)
+
     def swiglu_experts(self, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R):
         return moe.experts_from_products(kernels, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
 
@@ -130,6 +139,12 @@ class MindSporePlatform(Platform):
         marks_TE = np.zeros((index_TK.shape[0], size), np.float32)
         np.put_along_axis(marks_TE, index_TK.asnumpy(), 1.0, axis=1)
         return Tensor(marks_TE)
+
+    def marked_positions(self, marks, num_marked):
+        return Tensor(np.flatnonzero(marks.asnumpy()).astype(np.int64))
+
+    def to_int(self, x):
+        return x.astype(ms.int64)
 
     def sort_by_expert(self, selected_TK, num_experts):
         experts_R = selected_TK.asnumpy().reshape(-1)
@@ -163,6 +178,12 @@ class MindSporePlatform(Platform):
 
     def reduce_from_group(self, x, group, name):
         return collectives.ReduceFromGroup.apply(x, group, name)
+
+    def split_over_group(self, x, splits, group, name):
+        return collectives.SplitOverGroup.apply(x, splits, group, name)
+
+    def gather_from_group(self, x, splits, group, name):
+        return collectives.GatherFromGroup.apply(x, splits, group, name)
 
     def sum_over_group(self, x, group, name):
         return backend.all_reduce(x, group, name)

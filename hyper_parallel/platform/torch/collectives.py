@@ -10,7 +10,16 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.operation import operation
 
-__all__ = ["CountsExchange", "all_gather_vector", "all_reduce", "AllToAllRows", "CopyToGroup", "ReduceFromGroup"]
+__all__ = [
+    "CountsExchange",
+    "all_gather_vector",
+    "all_reduce",
+    "AllToAllRows",
+    "CopyToGroup",
+    "ReduceFromGroup",
+    "SplitOverGroup",
+    "GatherFromGroup",
+]
 
 
 def _named(name, group):
@@ -95,3 +104,40 @@ class ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, None, None
+
+
+def _share(x, splits, group):
+    rank = dist.get_rank(group)
+    return x[sum(splits[:rank]) : sum(splits[: rank + 1])].clone()
+
+
+def _gather(x, splits, group, name):
+    # An all-to-all of equal content: gloo has no all-gather of different sizes.
+    size = dist.get_world_size(group)
+    return _all_to_all(x.repeat(size, *[1] * (x.ndim - 1)), (x.shape[0],) * size, splits, group, name)
+
+
+class SplitOverGroup(torch.autograd.Function):
+    """Forward: this rank's share of the rows. Backward: all shares, gathered."""
+
+    @staticmethod
+    def forward(ctx, x, splits, group, name):
+        ctx.call = splits, group, f"{name} (backward)"
+        return _share(x, splits, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather(grad, *ctx.call), None, None, None
+
+
+class GatherFromGroup(torch.autograd.Function):
+    """Forward: all shares, gathered. Backward: this rank's share."""
+
+    @staticmethod
+    def forward(ctx, x, splits, group, name):
+        ctx.call = splits, group
+        return _gather(x, splits, group, name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _share(grad, *ctx.call), None, None, None

@@ -111,6 +111,15 @@ class TorchPlatform(Platform):
     def take_rows(self, x, index_R, inverse_R, copies=1):
         return kernels.TakeRows.apply(x, index_R, inverse_R, copies)
 
+    def gather_rows(self, x, index_R):
+        return x.index_select(0, index_R)
+
+    def sum_rows(self, x, index_R, num_rows):
+        return x.new_zeros(num_rows, *x.shape[1:]).index_add(0, index_R, x)
+
+    def concat(self, tensors, dim):
+        return torch.cat(tensors, dim)
+
     def swiglu_experts(self, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R):
         device_type = x_RD.device.type
         if torch.is_autocast_enabled(device_type):
@@ -143,6 +152,13 @@ class TorchPlatform(Platform):
     def mark(self, index_TK, size):
         return torch.zeros(index_TK.shape[0], size, device=index_TK.device).scatter_(1, index_TK, 1.0)
 
+    def marked_positions(self, marks, num_marked):
+        # Not torch.nonzero, which would have the host wait for the device to learn how many there are.
+        return torch.argsort((marks == 0).to(torch.uint8), stable=True)[:num_marked]
+
+    def to_int(self, x):
+        return x.to(torch.int64)
+
     def sort_by_expert(self, selected_TK, num_experts):
         experts_R = selected_TK.reshape(-1)
         order_R = torch.argsort(experts_R, stable=True)
@@ -172,6 +188,12 @@ class TorchPlatform(Platform):
 
     def reduce_from_group(self, x, group, name):
         return collectives.ReduceFromGroup.apply(x, group, name)
+
+    def split_over_group(self, x, splits, group, name):
+        return collectives.SplitOverGroup.apply(x, splits, group, name)
+
+    def gather_from_group(self, x, splits, group, name):
+        return collectives.GatherFromGroup.apply(x, splits, group, name)
 
     def sum_over_group(self, x, group, name):
         return collectives.all_reduce(x, group, name)
