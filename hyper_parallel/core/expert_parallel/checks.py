@@ -119,7 +119,8 @@ def _check_other_parameters(platform, module, parameters, style, num_experts):
     for path, child in platform.named_modules(module):
         others += [f"{path}.{name}" for name in platform.parameters(child) if path]
     if others:
-        raise ValueError(f"{style} cannot shard parameters other than w1, w2, w3; this module also has {others}")
+        allowed = "" if num_experts is None else f" and ones whose first dim is the expert ({num_experts})"
+        raise ValueError(f"{style} shards parameters w1, w2, w3{allowed}; this module also has {others}")
 
 
 def check_inputs(platform, shapes, x_RD, num_tokens_per_expert_E, scores_R):

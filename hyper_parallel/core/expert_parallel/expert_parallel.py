@@ -92,7 +92,7 @@ class _ExpertsStyle(ParallelStyle):
         if inside is not None and inside.rows_are_local:
             return _run_experts(platform, local_forward, (x, num_tokens_per_expert, scores), None)
         check_inputs(platform, layer.shapes, x, num_tokens_per_expert, scores)
-        self._check_replicated_rows(platform, x, mesh)
+        self._check_replicated(platform, mesh, x=x, num_tokens_per_expert=num_tokens_per_expert, scores=scores)
         arriving = None if inside is None else inside.arriving_counts
         inputs, exchange = self._token_dispatch(mod, (x, num_tokens_per_expert, scores), mesh, arriving)
         tp_mesh = layer.mesh_axis("tp") if inside is None else None
@@ -103,18 +103,21 @@ class _ExpertsStyle(ParallelStyle):
         """Start what a coming call's dispatch can start early; the MoE layer hands the result to that call."""
         return InsideMoE()
 
-    def _check_replicated_rows(self, platform, x_RD, device_mesh):
-        """In debug mode: the ranks of one tp group must have been given the same rows."""
+    def _check_replicated(self, platform, device_mesh, **inputs):
+        """In debug mode: the ranks of one tp group must have been given the same inputs."""
         if "tp" not in self.mesh_dim_names or os.environ.get(DEBUG_VARIABLE, "0") in ("", "0"):
             return
         group = device_mesh["tp"].get_group()
-        digests = platform.digests(x_RD, group, "debug: all-gather of row digests over tp")
-        different = [r for r, digest in enumerate(digests) if digest != digests[0]]
-        if different:
-            raise ValueError(
-                f"{type(self).__name__}: all tp ranks of one ep coordinate must hold the same rows; those of tp "
-                f"coordinates {different} differ from those of tp coordinate 0"
-            )
+        for name, value in inputs.items():
+            if value is None:
+                continue
+            digests = platform.digests(value, group, f"debug: all-gather of digests of {name} over tp")
+            different = [r for r, digest in enumerate(digests) if digest != digests[0]]
+            if different:
+                raise ValueError(
+                    f"{type(self).__name__}: all tp ranks of one ep coordinate must be given the same {name}; those of "
+                    f"tp coordinates {different} differ from that of tp coordinate 0"
+                )
 
     def _partition_fn(self, name, mod, device_mesh):
         """Replace the parameters of ``mod`` by their layout over ``device_mesh``."""

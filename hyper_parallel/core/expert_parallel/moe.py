@@ -28,7 +28,10 @@ def grouped_experts(platform, w1_EHD, w2_EDH, w3_EHD, x_RD, num_tokens_per_exper
     num_experts, hidden_dim, dim = (int(size) for size in w1_EHD.shape)
     check_inputs(platform, ExpertShapes(num_experts, hidden_dim, dim), x_RD, num_tokens_per_expert_E, scores_R)
     if not platform.same_dtype(x_RD, w1_EHD):
-        raise ValueError(f"rows are {x_RD.dtype} but the experts' weights {w1_EHD.dtype}; cast one of them")
+        raise ValueError(
+            f"rows are {x_RD.dtype} but the experts' weights {w1_EHD.dtype}; cast one of them, or use autocast where "
+            "the framework has it"
+        )
     return platform.swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
 
 

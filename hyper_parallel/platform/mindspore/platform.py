@@ -189,7 +189,7 @@ class MindSporePlatform(Platform):
         return backend.all_reduce(x, group, name)
 
     def digests(self, x, group, name):
-        rows = x.asnumpy().reshape(x.shape[0], -1).astype(np.float64)
+        rows = x.asnumpy().reshape(x.shape[0], int(np.prod(x.shape[1:]))).astype(np.float64)
         digest = [x.shape[0], rows.sum(), np.square(rows).sum(), rows.sum(1) @ np.arange(1, x.shape[0] + 1)]
         gathered = backend.all_gather(Tensor(np.asarray(digest, np.float64)), group, name)
         return [vector.asnumpy().tolist() for vector in gathered]

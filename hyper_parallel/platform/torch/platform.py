@@ -1,5 +1,6 @@
 """The verbs of ``Platform`` on PyTorch."""
 
+import math
 import os
 
 import numpy as np
@@ -199,7 +200,7 @@ class TorchPlatform(Platform):
         return collectives.all_reduce(x, group, name)
 
     def digests(self, x, group, name):
-        x = x.detach().double().reshape(x.shape[0], -1)
+        x = x.detach().double().reshape(x.shape[0], math.prod(x.shape[1:]))
         weights = torch.arange(1.0, x.shape[0] + 1, dtype=x.dtype, device=x.device)
         digest = torch.stack([torch.tensor(float(x.shape[0])).to(x), x.sum(), x.square().sum(), x.sum(1) @ weights])
         return collectives.all_gather_vector(digest, group, name).tolist()

@@ -270,7 +270,7 @@ class TestC4ExpertTensorParallel:
 
     def test_debug_mode_names_the_ranks_that_hold_other_rows(self, pool):
         for message in pool.run(cases.debug_digests, ep=2, tp=2, problem=problem(2)):
-            assert "tp coordinates [1] differ" in message
+            assert "the same x; those of tp coordinates [1] differ" in message
 
 
 def same_values(evaluation, other, limit):
