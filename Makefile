@@ -1,6 +1,8 @@
 # make demo    train a small MoE language model with ETP and compare it with one device   (PLATFORM=torch|mindspore|both)
 # make test    all tests, on both frameworks
-# Both make their own .venv when needed.
+# make test-npu-sim    tests of the Ascend path with CANN stood in for (part of make test)
+# make bench   speed beside TorchTitan and the machine's limit
+# Each makes its own .venv when needed.
 
 PLATFORM ?= both
 PLATFORMS := $(if $(filter both,$(PLATFORM)),torch mindspore,$(PLATFORM))
@@ -8,7 +10,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench clean
 .SECONDARY:
 
 demo: $(PLATFORMS:%=$(VENV)/with-%)
@@ -16,6 +18,7 @@ demo: $(PLATFORMS:%=$(VENV)/with-%)
 
 test: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-test $(VENV)/with-peer lint
 	HYPER_PARALLEL_TEST_PLATFORMS=torch,mindspore $(RUN) -m pytest
+	$(MAKE) test-npu-sim
 
 lint: $(VENV)/with-test
 	$(RUN) -m ruff check .
@@ -41,5 +44,10 @@ $(VENV)/with-%: platform/%/requirements.txt setup.py | $(VENV)/with-examples
 	$(RUN) -m pip install --quiet --editable '.[$*]'
 	touch $@
 
+bench: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-peer
+	$(RUN) -m tests.benchmark --out docs/benchmark
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(NPU_VENV) $(NPU_BUILD) build *.egg-info
+
+include tests/npu_sim/rules.mk

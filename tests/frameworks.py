@@ -29,10 +29,11 @@ class Evaluation:
 
 
 class Framework:
-    """What both adapters share. `dtype` is the widest float type that all operators and collectives of the platform
-    take on a CPU, and `tolerance` is what `relative_error` may reach with it."""
+    """What the adapters share. `dtype` is the widest float type that all operators and collectives of the platform
+    take on its device, and `tolerance` is what `relative_error` may reach with it."""
 
     name: str
+    device_type: str = "cpu"
     dtype: str
     tolerance: float
 
@@ -93,7 +94,7 @@ class _Torch(Framework):
         tensor = self._torch.tensor(np.asarray(array))
         if dtype is None:
             dtype = self.dtype if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
-        return tensor.to(getattr(self._torch, dtype))
+        return tensor.to(self.device_type, getattr(self._torch, dtype))
 
     def array(self, tensor):
         tensor = tensor.detach().cpu()
@@ -128,6 +129,13 @@ class _Torch(Framework):
     def fill(self, parameter, array):
         with self._torch.no_grad():
             parameter.copy_(self._torch.tensor(np.asarray(array)))
+
+
+class _TorchNpu(_Torch):
+    name = "torch_npu"
+    device_type = "npu"
+    dtype = "float32"  # Asked to cast to float64 on the device, torch_npu gives float32.
+    tolerance = 1e-5
 
 
 class _MindSpore(Framework):
@@ -192,5 +200,5 @@ class _MindSpore(Framework):
 
 @cache
 def framework(name: str) -> Framework:
-    """The adapter for "torch" or "mindspore"."""
-    return {"torch": _Torch, "mindspore": _MindSpore}[name]()
+    """The adapter for "torch", "torch_npu" or "mindspore"."""
+    return {"torch": _Torch, "torch_npu": _TorchNpu, "mindspore": _MindSpore}[name]()

@@ -39,7 +39,7 @@ def layout(context, style, ep, tp, problem):
 def collectives(context, style, ep, tp, problem, with_scores=True):
     """Collectives of one forward and backward, and the ranks of this rank's ep and tp groups."""
     experts = parallel_experts(context, style, ep, tp, problem)
-    mesh = whole_mesh(context.platform, context.world_size, ep, tp)
+    mesh = whole_mesh(context.platform, context.world_size, ep, tp, context.framework.device_type)
     whole = np.arange(context.world_size).reshape(-1, ep, tp)
     dp_rank, ep_rank, tp_rank = mesh.get_coordinate()
     with recorded(context) as calls:

@@ -40,7 +40,8 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a case learns about the rank it runs on; `framework` is the adapter of tests/frameworks.py."""
+    """What a case learns about the rank it runs on; `platform` is the library's name of it, `framework` the adapter of
+    tests/frameworks.py."""
 
     platform: str
     rank: int
@@ -87,7 +88,8 @@ class _Process:
 
 
 class RankPool:
-    """`world_size` ranks of one platform ("torch": gloo, "mindspore": its CPU backend), started by the first `run`."""
+    """`world_size` ranks of one platform, started by the first `run`: "torch" (gloo), "torch_npu" (hccl) or "mindspore"
+    (its CPU backend)."""
 
     def __init__(self, platform: str, world_size: int, start_limit_s: float = 120, collective_limit_s: int = 30):
         self.platform = platform
@@ -141,7 +143,7 @@ class RankPool:
     def _start(self) -> None:
         port, size, limit = str(_free_port()), str(self.world_size), str(self._collective_limit_s)
         common = dict(os.environ, OMP_NUM_THREADS="1")
-        if self.platform == "torch":
+        if self.platform != "mindspore":
             common.update(
                 WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK_POOL_COLLECTIVE_LIMIT_S=limit
             )
@@ -161,7 +163,7 @@ class RankPool:
             number = str(rank)
             own = (
                 {"RANK": number}
-                if self.platform == "torch"
+                if self.platform != "mindspore"
                 else {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": number, "RANK_ID": number, "DEVICE_ID": number}
             )
             self._ranks.append(self._spawn(f"rank{rank}", {**common, **own}))

@@ -13,22 +13,30 @@ from hyper_parallel.platform import get_platform
 HIDDEN_DIM = {"w1": 1, "w2": 2, "w3": 1}
 
 
-@cache
-def whole_mesh(platform, world_size, ep, tp):
+def whole_mesh(platform, world_size, ep, tp, device_type="cpu"):
     """All ranks as (dp, ep, tp): a mesh smaller than the world is a slice, with replicas along dp."""
+    return _whole_mesh(platform, device_type, (world_size // (ep * tp), ep, tp))
+
+
+@cache
+def _whole_mesh(platform, device_type, shape):
     hp.set_platform(platform)
-    return hp.init_device_mesh("cpu", (world_size // (ep * tp), ep, tp), mesh_dim_names=("dp", "ep", "tp"))
+    return hp.init_device_mesh(device_type, shape, mesh_dim_names=("dp", "ep", "tp"))
 
 
 def mesh_for(context, style, ep, tp):
     """The mesh that a style wants, ep x tp ranks large."""
-    return whole_mesh(context.platform, context.world_size, ep, tp)[style.mesh_dim_names]
+    return _mesh_of(context, ep, tp)[style.mesh_dim_names]
 
 
 def coordinates(context, ep, tp):
     """(ep, tp) of this rank."""
-    mesh = whole_mesh(context.platform, context.world_size, ep, tp)
+    mesh = _mesh_of(context, ep, tp)
     return mesh.get_local_rank("ep"), mesh.get_local_rank("tp")
+
+
+def _mesh_of(context, ep, tp):
+    return whole_mesh(context.platform, context.world_size, ep, tp, context.framework.device_type)
 
 
 def make_experts(context, problem, dtype=None):
@@ -49,7 +57,7 @@ def to_dtype(context, module, dtype):
     if context.platform == "torch":
         import torch
 
-        module.to(getattr(torch, dtype))
+        module.to(context.framework.device_type, getattr(torch, dtype))
         # Weights filled in float32 are exact: every number of a problem is a float32 number.
     return module
 

@@ -7,7 +7,7 @@ import numpy as np
 import hyper_parallel as hp
 from tests import oracle
 from tests.distributed.recording import recorded
-from tests.distributed.setting import coordinates, mesh_for
+from tests.distributed.setting import coordinates, mesh_for, to_dtype
 
 DIM, HIDDEN, NUM_EXPERTS = 6, 8, 8
 
@@ -15,9 +15,7 @@ DIM, HIDDEN, NUM_EXPERTS = 6, 8, 8
 def make_layer(context, top_k, **arguments):
     """A MoE layer with the same weights on every rank and platform."""
     hp.set_platform(context.platform)
-    layer = hp.MoE(DIM, HIDDEN, NUM_EXPERTS, top_k, **arguments)
-    if context.platform == "torch":
-        layer = layer.double()
+    layer = to_dtype(context, hp.MoE(DIM, HIDDEN, NUM_EXPERTS, top_k, **arguments), context.framework.dtype)
     for name, parameter in sorted(context.framework.parameters(layer).items()):
         if parameter.requires_grad:
             rng = np.random.default_rng(sum(map(ord, name)))

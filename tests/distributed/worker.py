@@ -57,18 +57,28 @@ def _answer(context: RankContext, request: bytes) -> bytes:
 
 
 def _join(platform: str) -> RankContext:
-    if platform == "torch":
-        rank, world_size = _join_torch()
-    else:
-        rank, world_size = _join_mindspore()
-    return RankContext(platform, rank, world_size, framework(platform))
+    if platform == "mindspore":
+        return RankContext(platform, *_join_mindspore(), framework(platform))
+    if platform == "torch_npu":
+        _take_npu()
+    return RankContext("torch", *_join_torch("hccl" if platform == "torch_npu" else "gloo"), framework(platform))
 
 
-def _join_torch() -> tuple[int, int]:
+def _take_npu() -> None:
+    import torch
+
+    if os.environ.get("HYPER_PARALLEL_NPU_SIM") == "1":
+        from tests import npu_sim
+
+        npu_sim.install(collective_limit_s=os.environ["RANK_POOL_COLLECTIVE_LIMIT_S"])
+    torch.npu.set_device(int(os.environ["RANK"]))
+
+
+def _join_torch(backend: str) -> tuple[int, int]:
     import torch.distributed as dist
 
     limit_s = int(os.environ["RANK_POOL_COLLECTIVE_LIMIT_S"])
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=limit_s))
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=limit_s))
     return dist.get_rank(), dist.get_world_size()
 
 

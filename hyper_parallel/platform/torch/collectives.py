@@ -44,11 +44,13 @@ class CountsExchange:
 
 
 def all_gather_vector(vector, group, name):
-    """[P, len(vector)]: the vectors of all ranks of the group."""
-    gathered = [torch.empty_like(vector) for _ in range(dist.get_world_size(group))]
-    with _named(name, group):
-        dist.all_gather(gathered, vector.contiguous(), group=group)
-    return torch.stack(gathered)
+    """[P, len(vector)]: the vectors of all ranks of the group.
+
+    A sum of rows that are zero elsewhere: the one collective that every backend takes as it is.
+    """
+    gathered = vector.new_zeros(dist.get_world_size(group), len(vector))
+    gathered[dist.get_rank(group)] = vector
+    return all_reduce(gathered, group, name)
 
 
 def _all_to_all(x, send_splits, recv_splits, group, name):

@@ -6,7 +6,9 @@ Shape suffixes: R rows, E experts, D model size, H hidden size.
 import torch
 from torch.nn.functional import silu
 
-__all__ = ["TakeRows", "SwiGLUExperts", "SwiGLU", "CountInBackward", "row_groups"]
+from hyper_parallel.platform.torch import host
+
+__all__ = ["take_rows", "swiglu_experts", "swiglu", "CountInBackward"]
 
 
 def row_groups(counts):
@@ -17,6 +19,22 @@ def row_groups(counts):
             groups.append((expert, start, start + count))
         start += count
     return tuple(groups)
+
+
+def take_rows(x, index_R, inverse_R, copies=1):
+    """``y[i] = x[index[i] // copies]``; see ``Platform.take_rows``."""
+    return TakeRows.apply(x, index_R, inverse_R, copies)
+
+
+def swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R=None):
+    """``scores * w2(silu(w1 x) * (w3 x))`` for the rows of each expert; see ``Platform.swiglu_experts``."""
+    groups = row_groups(host.to_host(num_tokens_per_expert_E)[0])
+    return SwiGLUExperts.apply(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, groups)
+
+
+def swiglu(gate, up):
+    """``silu(gate) * up``."""
+    return SwiGLU.apply(gate, up)
 
 
 class TakeRows(torch.autograd.Function):

@@ -177,9 +177,12 @@ class MoE(nn.Module):
 
     def _apply(self, fn, *args, **kwargs):
         # A bias in bfloat16 would lose its updates: they are small beside it. It follows to a device, not to a dtype.
-        bias = self.expert_bias
+        bias, had_memory = self.expert_bias, not self.tokens_per_expert.is_meta
         super()._apply(fn, *args, **kwargs)
         if bias is not None:
             moved = self.expert_bias
-            self.expert_bias = bias.to(moved.device) if not moved.is_meta and not bias.is_meta else moved.float()
+            self.expert_bias = bias.to(moved.device) if had_memory and not moved.is_meta else moved.float()
+        if not had_memory and not self.tokens_per_expert.is_meta:  # to_empty(); no reset_parameters() fills these
+            for buffer in self.buffers(recurse=False):
+                buffer.zero_()
         return self

@@ -3,7 +3,6 @@
 import math
 import os
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dt
@@ -11,11 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.platform.platform import Platform
-from hyper_parallel.platform.torch import collectives, kernels, sharding
+from hyper_parallel.platform.torch import collectives, host, kernels, npu_kernels, sharding
 
 __all__ = ["TorchPlatform"]
-
-HOST_VALUES = "_hyper_parallel_host_values"
 
 
 class TorchPlatform(Platform):
@@ -91,26 +88,18 @@ class TorchPlatform(Platform):
         return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
     def on_host(self, tensor):
-        return tensor.device.type == "cpu" or hasattr(tensor, HOST_VALUES)
+        return host.on_host(tensor)
 
     def to_host(self, *tensors):
-        known = [getattr(tensor, HOST_VALUES, None) for tensor in tensors]
-        copied = [tensor.to(torch.int64) for tensor, values in zip(tensors, known) if values is None]
-        sizes = [len(tensor) for tensor in copied]
-        pieces = iter(np.split(torch.cat(copied).cpu().numpy(), np.cumsum(sizes)[:-1]) if copied else ())
-        return [(next(pieces) if values is None else values).tolist() for values in known]
+        return host.to_host(*tensors)
 
     def int_tensor(self, values, like):
-        values = np.asarray(values, np.int64)
-        tensor = torch.as_tensor(values).to(like.device, non_blocking=True)
-        # Whoever reads these numbers on the host need not copy them back.
-        setattr(tensor, HOST_VALUES, values)
-        return tensor
+        return host.int_tensor(values, like)
 
     # Rows
 
     def take_rows(self, x, index_R, inverse_R, copies=1):
-        return kernels.TakeRows.apply(x, index_R, inverse_R, copies)
+        return _kernels_for(x).take_rows(x, index_R, inverse_R, copies)
 
     def gather_rows(self, x, index_R):
         return x.index_select(0, index_R)
@@ -126,14 +115,14 @@ class TorchPlatform(Platform):
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             x_RD, w1_EHD, w2_EDH, w3_EHD = (value.to(dtype) for value in (x_RD, w1_EHD, w2_EDH, w3_EHD))
-        groups = kernels.row_groups(self.to_host(num_tokens_per_expert_E)[0])
-        return kernels.SwiGLUExperts.apply(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, groups)
+        experts = _kernels_for(x_RD).swiglu_experts
+        return experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
 
     def same_dtype(self, x, weight):
         return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
 
     def swiglu(self, gate, up):
-        return kernels.SwiGLU.apply(gate, up)
+        return _kernels_for(gate).swiglu(gate, up)
 
     # Routing
 
@@ -204,6 +193,11 @@ class TorchPlatform(Platform):
         weights = torch.arange(1.0, x.shape[0] + 1, dtype=x.dtype, device=x.device)
         digest = torch.stack([torch.tensor(float(x.shape[0])).to(x), x.sum(), x.square().sum(), x.sum(1) @ weights])
         return collectives.all_gather_vector(digest, group, name).tolist()
+
+
+def _kernels_for(x):
+    """The row kernels for the device of x. What runs there in detail is logged by them."""
+    return npu_kernels if x.device.type == "npu" else kernels
 
 
 def _share_time_limit(mesh):

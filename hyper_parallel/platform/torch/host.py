@@ -1,0 +1,31 @@
+"""Integers between device and host, with as few copies as can be."""
+
+import numpy as np
+import torch
+
+__all__ = ["on_host", "to_host", "int_tensor"]
+
+# Attribute of a tensor that was made from host values: they need not be copied back to be read.
+HOST_VALUES = "_hyper_parallel_host_values"
+
+
+def on_host(tensor):
+    """Whether reading the values costs no copy from a device."""
+    return tensor.device.type == "cpu" or hasattr(tensor, HOST_VALUES)
+
+
+def to_host(*tensors):
+    """Values of 1-D integer tensors as lists of ints: one copy for all that the host does not know."""
+    known = [getattr(tensor, HOST_VALUES, None) for tensor in tensors]
+    copied = [tensor.to(torch.int64) for tensor, values in zip(tensors, known) if values is None]
+    sizes = [len(tensor) for tensor in copied]
+    pieces = iter(np.split(torch.cat(copied).cpu().numpy(), np.cumsum(sizes)[:-1]) if copied else ())
+    return [(next(pieces) if values is None else values).tolist() for values in known]
+
+
+def int_tensor(values, like):
+    """An int64 tensor of host values on the device of ``like``, which remembers them."""
+    values = np.asarray(values, np.int64)
+    tensor = torch.as_tensor(values).to(like.device, non_blocking=True)
+    setattr(tensor, HOST_VALUES, values)
+    return tensor

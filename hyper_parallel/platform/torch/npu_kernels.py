@@ -1,0 +1,186 @@
+"""Row kernels of the experts for tensors on Ascend devices, by torch_npu's operators, with hand-written gradients.
+
+Where an operator does not take the dtype or the shape, ``kernels`` computes. Which of the two runs is decided in
+``_runs`` alone, and logged once per case. torch_npu is imported when a tensor comes that needs it, not before.
+
+Shape suffixes: R rows, E experts, D model size, H hidden size, T rows before they are copied.
+"""
+
+import functools
+import logging
+
+import torch
+
+from hyper_parallel.platform.torch import kernels
+
+__all__ = ["take_rows", "swiglu_experts", "swiglu"]
+
+logger = logging.getLogger("hyper_parallel")
+
+# Some releases document float32 too; it is left to torch's own operators, which are the same on every device.
+DTYPES = (torch.float16, torch.bfloat16)
+# Documented limits (aclnnGroupedMatmulV4, aclnnMoeTokenUnpermute).
+MAX_EXPERTS = 1024
+MAX_FEATURES = 65535
+MAX_COPIES = 512
+
+
+@functools.cache
+def _runs(operator, dtype, obstacle=None):
+    """Whether torch_npu's ``operator`` runs, and not ``kernels``; ``obstacle`` is what forbids it beside the dtype."""
+    if dtype not in DTYPES:
+        obstacle = "it is used for torch.float16 and torch.bfloat16"
+    if obstacle:
+        logger.info("npu, %s: torch's own operators in place of %s: %s", dtype, operator, obstacle)
+    else:
+        logger.info("npu, %s: %s", dtype, operator)
+    return not obstacle
+
+
+def take_rows(x, index_R, inverse_R, copies=1):
+    """``kernels.TakeRows``, with another gradient where rows are taken several times.
+
+    The order is known already, and npu_moe_token_permute would sort to find it: rows are taken by index_select in both
+    directions, which is exact. Only the sum over the copies of a row is better left to npu_moe_token_unpermute: it
+    reads every gradient row once and writes the sums, without reordered rows in between.
+    """
+    if copies > 1 and x.dim() == 2:
+        obstacle = f"{copies} copies of a row are more than {MAX_COPIES}" if copies > MAX_COPIES else None
+        if _runs("npu_moe_token_unpermute", x.dtype, obstacle):
+            return _TakeCopies.apply(x, index_R, inverse_R, copies)
+    return kernels.take_rows(x, index_R, inverse_R, copies)
+
+
+class _TakeCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, index_R, inverse_R, copies):
+        ctx.save_for_backward(inverse_R)
+        ctx.copies = copies
+        return x_TD.index_select(0, index_R // copies)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_RD):
+        import torch_npu
+
+        (inverse_R,) = ctx.saved_tensors
+        num_rows = grad_RD.shape[0] // ctx.copies
+        if num_rows == 0:
+            return torch.empty_like(grad_RD), None, None, None
+        # Weights of one: without any, the operator takes every row for the only copy.
+        ones = grad_RD.new_ones(num_rows, ctx.copies)
+        grad_TD = torch_npu.npu_moe_token_unpermute(grad_RD.contiguous(), inverse_R.to(torch.int32), probs=ones)
+        return grad_TD, None, None, None
+
+
+def swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R=None):
+    """``scores * w2(silu(w1 x) * (w3 x))`` for the rows of each expert.
+
+    The counts stay on the device, unless ``kernels`` computes.
+    """
+    if _runs("npu_grouped_matmul", x_RD.dtype, _grouped_matmul_obstacle(*w1_EHD.shape)):
+        counts_E = num_tokens_per_expert_E.to(x_RD.device, torch.int64)
+        return _SwiGLUExperts.apply(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, counts_E)
+    return kernels.swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
+
+
+def _grouped_matmul_obstacle(num_experts, hidden_dim, dim):
+    if num_experts == 1:
+        return "it does not take the counts of one expert alone"
+    if num_experts > MAX_EXPERTS:
+        return f"{num_experts} experts are more than {MAX_EXPERTS}"
+    if max(hidden_dim, dim) > MAX_FEATURES:
+        return f"experts of {hidden_dim} x {dim} exceed {MAX_FEATURES}"
+    return None
+
+
+class _SwiGLUExperts(torch.autograd.Function):
+    """npu_grouped_matmul has no autograd formula, so the gradients are written here.
+
+    Kept for backward: rows, and gate and up side by side, as npu_swiglu takes them. Hidden rows are formed again.
+    """
+
+    @staticmethod
+    def forward(ctx, x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, counts_E):
+        import torch_npu
+
+        x_RD, w1_EHD, w2_EDH, w3_EHD = (_plain(value) for value in (x_RD, w1_EHD, w2_EDH, w3_EHD))
+        if x_RD.shape[0] == 0:  # the operators take no empty tensors
+            ctx.save_for_backward(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R)
+            return torch.empty_like(x_RD)
+        gate_RH, up_RH = (_product_by_rows(x_RD, w_EHD.transpose(1, 2), counts_E) for w_EHD in (w1_EHD, w3_EHD))
+        gate_up_R2H = torch.cat((gate_RH, up_RH), dim=1)
+        hidden_RH = _scaled(torch_npu.npu_swiglu(gate_up_R2H), scores_R)
+        ctx.save_for_backward(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, gate_up_R2H, counts_E)
+        return _product_by_rows(hidden_RH, w2_EDH.transpose(1, 2), counts_E)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_RD):
+        if grad_RD.shape[0] == 0:
+            return *(None if value is None else torch.zeros_like(value) for value in ctx.saved_tensors), None
+        import torch_npu
+
+        x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, gate_up_R2H, counts_E = ctx.saved_tensors
+        x_needed, w1_needed, w2_needed, w3_needed, scores_needed, _ = ctx.needs_input_grad
+        grad_RD = _plain(grad_RD)
+        hidden_RH = torch_npu.npu_swiglu(gate_up_R2H)
+        grad_RH = _product_by_rows(grad_RD, w2_EDH, counts_E)
+        grad_scores = (hidden_RH * grad_RH).sum(1, dtype=scores_R.dtype) if scores_needed else None
+        grad_w2 = _weight_gradient(grad_RD, _scaled(hidden_RH, scores_R), counts_E) if w2_needed else None
+        grad_R2H = torch_npu.npu_swiglu_backward(_scaled(grad_RH, scores_R), gate_up_R2H)
+        grad_gate_RH, grad_up_RH = (_plain(half) for half in grad_R2H.chunk(2, dim=1))
+        grad_w1 = _weight_gradient(grad_gate_RH, x_RD, counts_E) if w1_needed else None
+        grad_w3 = _weight_gradient(grad_up_RH, x_RD, counts_E) if w3_needed else None
+        grad_x = None
+        if x_needed:
+            grad_x = _product_by_rows(grad_gate_RH, w1_EHD, counts_E)
+            grad_x += _product_by_rows(grad_up_RH, w3_EHD, counts_E)
+        return grad_x, grad_w1, grad_w2, grad_w3, grad_scores, None
+
+
+def _product_by_rows(x_RK, w_EKN, counts_E):
+    """``x @ w[e]`` for the rows of each expert: [R, N]. ``w`` is contiguous, or with its last two dims swapped."""
+    return _grouped_matmul(x_RK, w_EKN, counts_E, group_type=0, split_item=2)
+
+
+def _weight_gradient(grad_RN, x_RK, counts_E):
+    """``grad.T @ x`` over the rows of each expert: [E, N, K]."""
+    grad_ENK = _grouped_matmul(grad_RN.t(), x_RK, counts_E, group_type=2, split_item=3)
+    # The kernel passes over an expert without rows: its block is as it was allocated, and 0 times that may be NaN.
+    return grad_ENK.masked_fill_((counts_E == 0).view(-1, 1, 1), 0)
+
+
+def _grouped_matmul(left, right, counts_E, group_type, split_item):
+    """One product per expert. ``group_type`` is the dim that the counts cut: 0 the rows of ``left``, 2 the dim that is
+    summed over. ``split_item`` 2 and 3 both ask for one tensor."""
+    import torch_npu
+
+    (product,) = torch_npu.npu_grouped_matmul(
+        [left],
+        [right],
+        group_list=counts_E,
+        group_list_type=1,  # counts, not their running sums
+        group_type=group_type,
+        split_item=split_item,
+    )
+    return product
+
+
+def _plain(x):
+    """Contiguous, also in the strides of dims of size 1, which ``contiguous`` does not look at: the operator tells a
+    transposed view by its strides."""
+    return x.contiguous().flatten().view(x.shape)
+
+
+def _scaled(rows_RH, scores_R):
+    return rows_RH if scores_R is None else (rows_RH * scores_R.unsqueeze(1)).to(rows_RH.dtype)
+
+
+def swiglu(gate, up):
+    """``silu(gate) * up``; torch_npu knows its gradient."""
+    if gate.numel() and _runs("npu_swiglu", gate.dtype):
+        import torch_npu
+
+        return torch_npu.npu_swiglu(torch.cat((gate, up), dim=-1))
+    return kernels.swiglu(gate, up)
