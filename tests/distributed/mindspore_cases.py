@@ -1,7 +1,5 @@
 """Cases for what MindSpore users bring along: recompute, decorated Cells, optimizers, float64."""
 
-import copy
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
@@ -130,43 +128,3 @@ def float64(context, problem):
     ep_rank, _ = coordinates(context, 2, 2)
     y = experts(Tensor(problem.x[ep_rank]), Tensor(problem.counts[ep_rank]), Tensor(problem.scores[ep_rank]))
     return str(y.dtype), oracle.relative_error(y.asnumpy(), oracle.one_device(problem).outputs[ep_rank])
-
-
-def moe_layer(context, ep, tp):
-    """A MoE layer with sharded experts against one device: output, input, router and shared expert gradients."""
-    adapter = context.framework
-    hp.set_platform("mindspore")
-    arguments = {"num_shared_experts": 1, "route_norm": True, "route_scale": 1.5}
-    one = hp.MoE(6, 8, 8, 2, **arguments)
-    for name, parameter in adapter.parameters(one).items():
-        rng = np.random.default_rng(len(name) + ord(name[-1]))
-        values = rng.standard_normal(tuple(parameter.shape)) / np.sqrt(parameter.shape[-1])
-        adapter.set_parameter(one, name, values.astype(np.float32))
-    layer = copy.deepcopy(one)
-    style = hp.ExpertTensorParallel()
-    mesh = mesh_for(context, style, ep, tp)
-    style.apply(layer.experts, mesh)
-    ep_rank, _ = coordinates(context, ep, tp)
-    tokens = np.random.default_rng(7).standard_normal((ep, 2, 8, 6)).astype(np.float32)
-
-    def run(module, x):
-        def function(x):
-            y = module(x)
-            return adapter.total(y * y), y
-
-        return adapter.value_and_gradients(function, [adapter.tensor(x)], module)
-
-    mine, whole = run(layer, tokens[ep_rank]), run(one, tokens.reshape(-1, 8, 6))
-    rows = slice(2 * ep_rank, 2 * ep_rank + 2)
-    errors = {
-        "output": (mine.output, whole.output[rows]),
-        "x": (mine.input_gradients[0], whole.input_gradients[0][rows]),
-    }
-    for name, expected in whole.parameter_gradients.items():
-        gradient = mine.parameter_gradients[name]
-        if "experts.w" in name and "shared" not in name:
-            continue  # compared in the tests of the experts themselves
-        summed = Tensor(gradient)
-        mint.distributed.all_reduce(summed, group=mesh.get_group("ep"))
-        errors[name] = (summed.asnumpy(), expected)
-    return {name: oracle.relative_error(*pair) for name, pair in errors.items()}

@@ -38,8 +38,3 @@ def test_optimizers(mindspore_pool):
 def test_float64(mindspore_pool):
     for dtype, error in mindspore_pool.run(cases.float64, problem=PROBLEM):
         assert dtype == "Float64" and error < 1e-12
-
-
-@pytest.mark.parametrize("ep,tp", [(1, 1), (2, 2), (1, 4), (4, 1)])
-def test_moe_layer(mindspore_pool, ep, tp):
-    parity.assert_close(mindspore_pool.run(cases.moe_layer, ep=ep, tp=tp), TOLERANCE)

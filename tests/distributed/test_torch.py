@@ -76,8 +76,3 @@ def test_optimizer_and_clipping(torch_pool):
         assert abs(norm / one_norm - 1) < 1e-12
         agree(weights, one_weights)
         assert not np.allclose(weights[0], PROBLEM.w1)
-
-
-@pytest.mark.parametrize("ep,tp", [(1, 1), (2, 2), (1, 4), (4, 1)])
-def test_moe_layer(torch_pool, ep, tp):
-    parity.assert_close(torch_pool.run(cases.moe_layer, ep=ep, tp=tp), 1e-12)

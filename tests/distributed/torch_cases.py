@@ -224,33 +224,3 @@ def optimizer_and_clipping(context, problem):
             )
         )
     return found
-
-
-def moe_layer(context, ep, tp):
-    """A MoE layer with sharded experts against one device: output, input, router and shared expert gradients."""
-    torch.manual_seed(0)
-    arguments = {"num_shared_experts": 1, "route_norm": True, "route_scale": 1.5}
-    one = hp.MoE(6, 8, 8, 2, **arguments).double()
-    layer = copy.deepcopy(one)
-    style = hp.ExpertTensorParallel()
-    style.apply(layer.experts, mesh_for(context, style, ep, tp))
-    ep_rank, _ = coordinates(context, ep, tp)
-    tokens = torch.randn(ep, 2, 8, 6, dtype=torch.float64)
-    results = []
-    for module, x in ((layer, tokens[ep_rank]), (one, tokens.flatten(0, 1))):
-        x = x.clone().requires_grad_()
-        y = module(x)
-        y.square().sum().backward()
-        results.append((y.detach(), x.grad, module))
-    (y, grad, _), (whole_y, whole_grad, _) = results
-    mine = slice(2 * ep_rank, 2 * ep_rank + 2)
-    errors = {"output": (y, whole_y[mine]), "x": (grad, whole_grad[mine])}
-    for name, parameter in layer.named_parameters():
-        expected = dict(one.named_parameters())[name].grad
-        if "experts.w" in name and "shared" not in name:
-            errors[name] = (parameter.grad.full_tensor(), expected)
-        else:  # a replicated parameter: every ep rank has the gradient of its own tokens
-            gathered = parameter.grad.clone()
-            torch.distributed.all_reduce(gathered, group=mesh_for(context, style, ep, tp).get_group("ep"))
-            errors[name] = (gathered, expected)
-    return {name: oracle.relative_error(a.detach(), b.detach()) for name, (a, b) in errors.items()}
