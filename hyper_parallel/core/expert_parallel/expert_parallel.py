@@ -13,7 +13,7 @@ outputs and gradients complete on every rank; it stands outside of them, where t
 
 import os
 
-from hyper_parallel.core.device_mesh import check_mesh
+from hyper_parallel.core.device_mesh import SlicedOnce, check_mesh
 from hyper_parallel.core.expert_parallel import token_exchange
 from hyper_parallel.core.expert_parallel.checks import (
     FeedForwardShapes,
@@ -83,7 +83,7 @@ class _ExpertsStyle(ParallelStyle):
         """
         shapes = self.validate(module, device_mesh)
         self._partition_fn("", module, device_mesh)
-        get_platform(module).wrap_forward(module, ParallelLayer(self, shapes, device_mesh))
+        get_platform(module).wrap_forward(module, ParallelLayer(self, shapes, SlicedOnce(device_mesh)))
         return module
 
     def _call(self, layer, mod, local_forward, x, num_tokens_per_expert, scores=None, *, inside=None):
