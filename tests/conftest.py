@@ -19,7 +19,7 @@ if not set(REQUIRED) <= set(KNOWN):
     raise pytest.UsageError(f"HYPER_PARALLEL_TEST_PLATFORMS={','.join(REQUIRED)}: the platforms are {','.join(KNOWN)}")
 
 
-def _require(platform: str) -> None:
+def require(platform: str) -> None:
     if platform not in PLATFORMS:
         pytest.skip(f"{platform} is not in HYPER_PARALLEL_TEST_PLATFORMS={','.join(REQUIRED)}")
     if importlib.util.find_spec(platform) is None:
@@ -31,7 +31,7 @@ def _require(platform: str) -> None:
 @pytest.fixture(scope="session")
 def torch_pool() -> Iterator[RankPool]:
     """Four ranks of PyTorch."""
-    _require("torch")
+    require("torch")
     with RankPool("torch", 4) as pool:
         yield pool
 
@@ -39,7 +39,7 @@ def torch_pool() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def mindspore_pool() -> Iterator[RankPool]:
     """Four ranks of MindSpore."""
-    _require("mindspore")
+    require("mindspore")
     with RankPool("mindspore", 4) as pool:
         yield pool
 
@@ -47,7 +47,7 @@ def mindspore_pool() -> Iterator[RankPool]:
 @pytest.fixture(scope="session", params=PLATFORMS)
 def platform(request: pytest.FixtureRequest) -> str:
     """Runs a test once per platform, and all tests of one platform after each other."""
-    _require(request.param)
+    require(request.param)
     return request.param
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Start a script on MindSpore CPU ranks, on this host or on several.
+# Start a script on MindSpore ranks, on CPU or Ascend devices, on this host or on several.
 #
 #   platform/mindspore/launch.sh NPROC script.py [argument ...]        NPROC ranks, all on this host
+#   platform/mindspore/launch.sh NPROC -m module [argument ...]        a module, such as hyper_parallel.check
 #
 # Several hosts: the same command on each, with
 #   NNODES        number of hosts, each with NPROC ranks
@@ -10,6 +11,7 @@
 #   MASTER_PORT   a free port on host 0 (default 8118)
 #
 # PYTHON names the interpreter (default: python). LOG_DIR keeps what each rank printed (default: rank_log).
+# Time limits and what devices need in the environment are in environment.sh.
 set -euo pipefail
 
 if [[ $# -lt 2 ]]; then
@@ -23,15 +25,8 @@ python="$(command -v "${PYTHON:-python}")"
 # msrun starts the ranks with the first "python" on PATH.
 PATH="$(dirname "$python"):$PATH"
 export PATH
-# CPU ranks share the cores of their host: without this each takes all of them.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Seconds a rank waits in one operation for the others; MindSpore's 30 are short for ranks that share cores.
-export MS_CPU_COMM_OP_TIMEOUT="${MS_CPU_COMM_OP_TIMEOUT:-120}"
-# Seconds until the scheduler gives up a rank that ended without a word; MindSpore's default is longer.
-export MS_NODE_TIMEOUT="${MS_NODE_TIMEOUT:-15}"
-# Critical errors only, and a second between attempts to reach the scheduler.
-export GLOG_v="${GLOG_v:-4}" MS_RETRY_INTERVAL_LOWER="${MS_RETRY_INTERVAL_LOWER:-1}" \
-    MS_RETRY_INTERVAL_UPPER="${MS_RETRY_INTERVAL_UPPER:-1}"
+# shellcheck source=environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 nnodes="${NNODES:-1}"
 arguments=(--worker_num $((nnodes * nproc)) --local_worker_num "$nproc" --join True --log_dir "${LOG_DIR:-rank_log}")
@@ -43,6 +38,8 @@ else
     arguments+=(--master_addr 127.0.0.1 --master_port "${MASTER_PORT:-$("$python" -c "$free_port")}")
 fi
 
+# msrun takes a script, or python with its arguments.
+[[ "$1" == -m ]] && set -- python "$@"
 # Two notices of MindSpore per rank at its end, which GLOG_v does not silence, are left out.
 "$python" -m mindspore.parallel.cluster.run "${arguments[@]}" "$@" \
     > >(grep --line-buffered -v 'Event base dispatch success') 2>&1 &

@@ -2,6 +2,7 @@
 # Start a script on torch ranks, on this host or on several.
 #
 #   platform/torch/launch.sh NPROC script.py [argument ...]            NPROC ranks, all on this host
+#   platform/torch/launch.sh NPROC -m module [argument ...]            a module, such as hyper_parallel.check
 #
 # Several hosts: the same command on each, with
 #   NNODES        number of hosts

@@ -141,7 +141,7 @@ class RankPool:
         atexit.unregister(self.close)
 
     def _start(self) -> None:
-        port, size, limit = str(_free_port()), str(self.world_size), str(self._collective_limit_s)
+        port, size, limit = str(free_port()), str(self.world_size), str(self._collective_limit_s)
         common = dict(os.environ, OMP_NUM_THREADS="1")
         if self.platform != "mindspore":
             common.update(
@@ -254,7 +254,7 @@ def _name_of(case: Callable) -> str:
     return name
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port nobody listens on, outside the range from which systems pick ports for outgoing connections."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)

@@ -1,18 +1,14 @@
 """The complete examples of the README and of docs/ run as they are, started by the launchers of platform/."""
 
-import importlib.util
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import require
+from tests.distributed.launching import launch
+
 ROOT = Path(__file__).resolve().parents[2]
-TIME_LIMIT_S = 120
-REQUIRED = os.environ.get("HYPER_PARALLEL_TEST_PLATFORMS", "")
 
 
 def python_blocks(document):
@@ -33,36 +29,6 @@ def complete_examples():
 EXAMPLES = {name: (platform, code) for name, platform, code in complete_examples()}
 
 
-def run_on_four_ranks(platform, script, folder):
-    """Exit code and everything printed. Whatever was started is gone when this returns."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = dict(os.environ, PYTHON=sys.executable, PYTHONPATH=paths)
-    environment.update(TMPDIR=str(folder), LOG_DIR=str(folder / "log"))
-    output = folder / "output"
-    with open(output, "wb") as stream:
-        launcher = subprocess.Popen(
-            [ROOT / "platform" / platform / "launch.sh", "4", script], cwd=folder, env=environment,
-            stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
-        )
-        try:
-            code = launcher.wait(timeout=TIME_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            code = f"none after {TIME_LIMIT_S} s"
-            # Ranks live in sessions of their own; their launcher ends them when it is asked to end.
-            launcher.terminate()
-            try:
-                launcher.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                pass
-        finally:
-            try:
-                os.killpg(launcher.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            launcher.wait(timeout=15)
-    return code, output.read_text(encoding="utf-8", errors="replace")
-
-
 def test_examples_are_found():
     assert {platform for platform, _ in EXAMPLES.values()} == {"torch", "mindspore"}
     assert len(EXAMPLES) >= 6
@@ -71,14 +37,11 @@ def test_examples_are_found():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs(name, tmp_path):
     platform, code = EXAMPLES[name]
-    if REQUIRED and platform not in REQUIRED.replace(" ", "").split(","):
-        pytest.skip(f"{platform} is not in HYPER_PARALLEL_TEST_PLATFORMS={REQUIRED}")
-    if not REQUIRED and importlib.util.find_spec(platform) is None:
-        pytest.skip(f"{platform} is not installed")
+    require(platform)
     script = tmp_path / "example.py"
     script.write_text(code, encoding="utf-8")
 
-    exit_code, output = run_on_four_ranks(platform, script, tmp_path)
+    ((exit_code, output),) = launch(platform, 4, [script], tmp_path)
 
     assert exit_code == 0, output[-4000:]
     if name.startswith("README"):

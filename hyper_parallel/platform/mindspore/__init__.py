@@ -1,6 +1,7 @@
-"""MindSpore in PyNative mode: CPU ranks over MindSpore's own backend ``mccl``.
+"""MindSpore in PyNative mode: CPU ranks over MindSpore's own backend ``mccl``, Ascend devices over HCCL.
 
-What an Ascend device does differently has its place beside ``cpu_collectives``: the same functions over HCCL.
+What differs between the two is in ``cpu_collectives`` and ``ascend_collectives``, ``kernels`` and ``ascend_kernels``;
+``device`` chooses.
 """
 
 from hyper_parallel.platform.mindspore.layout import from_layout, to_layout

@@ -4,7 +4,7 @@ import mindspore.communication as comm
 from mindspore import mint
 from mindspore.common._grad_function import _Function
 
-from hyper_parallel.platform.mindspore import cpu_collectives as backend
+from hyper_parallel.platform.mindspore import device
 
 __all__ = ["AllToAllRows", "CopyToGroup", "ReduceFromGroup", "SplitOverGroup", "GatherFromGroup"]
 
@@ -15,12 +15,13 @@ class AllToAllRows(_Function):
     @staticmethod
     def forward(ctx, x, send_splits, recv_splits, group, name):
         ctx.call = send_splits, recv_splits, group, name
-        return backend.all_to_all(x, send_splits, recv_splits, group, name)
+        return device.collectives().all_to_all(x, send_splits, recv_splits, group, name)
 
     @staticmethod
     def backward(ctx, grad):
         send_splits, recv_splits, group, name = ctx.call
-        return backend.all_to_all(grad, recv_splits, send_splits, group, f"{name} (backward)"), None, None, None, None
+        grad = device.collectives().all_to_all(grad, recv_splits, send_splits, group, f"{name} (backward)")
+        return grad, None, None, None, None
 
 
 class CopyToGroup(_Function):
@@ -33,7 +34,7 @@ class CopyToGroup(_Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return backend.all_reduce(grad, *ctx.call), None, None
+        return device.collectives().all_reduce(grad, *ctx.call), None, None
 
 
 class ReduceFromGroup(_Function):
@@ -41,7 +42,7 @@ class ReduceFromGroup(_Function):
 
     @staticmethod
     def forward(ctx, x, group, name):
-        return backend.all_reduce(x, group, name)
+        return device.collectives().all_reduce(x, group, name)
 
     @staticmethod
     def backward(ctx, grad):
@@ -55,7 +56,7 @@ def _share(x, splits, group):
 
 def _gather(x, splits, group, name):
     size = comm.get_group_size(group)
-    return backend.all_to_all(mint.cat([x] * size, 0), (x.shape[0],) * size, splits, group, name)
+    return device.collectives().all_to_all(mint.cat([x] * size, 0), (x.shape[0],) * size, splits, group, name)
 
 
 class SplitOverGroup(_Function):

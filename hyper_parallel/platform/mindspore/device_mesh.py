@@ -6,9 +6,10 @@ import numpy as np
 
 from hyper_parallel.core import device_mesh
 
-__all__ = ["DeviceMesh", "init_device_mesh", "check_device_type"]
+__all__ = ["DeviceMesh", "init_device_mesh", "check_device_type", "DEVICE_TARGETS", "BACKENDS"]
 
-DEVICE_TARGETS = {"cpu": "CPU"}
+DEVICE_TARGETS = {"cpu": "CPU", "npu": "Ascend"}
+BACKENDS = {"cpu": "mccl", "npu": "hccl"}
 
 
 class DeviceMesh(device_mesh.DeviceMesh):
@@ -36,11 +37,11 @@ def check_device_type(device_type):
     target = ms.get_context("device_target")
     if DEVICE_TARGETS.get(device_type) != target:
         raise ValueError(
-            f"device_type {device_type!r} does not fit: on MindSpore this version knows {sorted(DEVICE_TARGETS)}, and "
-            f'the device target is {target!r}; call mindspore.set_device("CPU") for "cpu"'
+            f"device_type {device_type!r} does not fit the device target {target!r}: on MindSpore call "
+            + " or ".join(f'mindspore.set_device("{of}") for "{kind}"' for kind, of in DEVICE_TARGETS.items())
         )
     if not comm.GlobalComm.INITED:
         raise RuntimeError(
-            'communication is not initialised; call mindspore.communication.init("mccl") first, in ranks started by '
-            "msrun or with MindSpore's worker environment variables"
+            f'communication is not initialised; call mindspore.communication.init("{BACKENDS[device_type]}") first, in '
+            "ranks started by msrun or with MindSpore's worker environment variables"
         )

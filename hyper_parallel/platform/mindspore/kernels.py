@@ -1,12 +1,14 @@
-"""Row kernels of the experts with hand-written gradients.
+"""Row kernels of the experts with hand-written gradients, and routing operators, on any device of MindSpore.
 
 MindSpore's CPU operators return uninitialised memory for a product over no rows, and cannot differentiate a gather of
-none; so experts and calls without rows never reach them.
+none; so experts and calls without rows never reach them. The CPU backend lacks many index operators; numpy has them,
+and reads a CPU tensor in place.
 
-Shape suffixes: R rows, E experts, D input features, N output features, H hidden size.
+Shape suffixes: R rows, E experts, D input features, N output features, H hidden size, T tokens, K experts per token.
 """
 
-from mindspore import mint, ops
+import numpy as np
+from mindspore import Tensor, mint, ops
 from mindspore.common._grad_function import _Function
 
 __all__ = [
@@ -19,12 +21,34 @@ __all__ = [
     "row_groups",
     "grouped_linear",
     "swiglu",
+    "top_indices",
+    "mark",
+    "marked_positions",
+    "sort_by_expert",
+    "int_tensor",
+    "host_values",
 ]
+
+HOST_VALUES = "_hyper_parallel_host_values"
+
+
+def int_tensor(values):
+    """An int64 tensor that remembers its values: reading them on the host costs no copy from a device."""
+    values = np.asarray(values, np.int64)
+    tensor = Tensor(values)
+    setattr(tensor, HOST_VALUES, values)
+    return tensor
+
+
+def host_values(tensor):
+    """What :func:`int_tensor` remembers, or None."""
+    return getattr(tensor, HOST_VALUES, None)
 
 
 def row_groups(num_tokens_per_expert_E):
     """(first row, row after the last) of every expert, in order; the two agree for one without rows."""
-    counts = num_tokens_per_expert_E.asnumpy().tolist()
+    known = host_values(num_tokens_per_expert_E)
+    counts = (num_tokens_per_expert_E.asnumpy() if known is None else known).tolist()
     ends = [sum(counts[: expert + 1]) for expert in range(len(counts))]
     return tuple((end - count, end) for count, end in zip(counts, ends))
 
@@ -194,3 +218,30 @@ class LinearOfNoRows(_Function):
     @staticmethod
     def backward(ctx, grad):
         return tuple(mint.zeros(shape, dtype=grad.dtype) for shape in ctx.shapes)
+
+
+def top_indices(x_TE, k):
+    """int64 [T, k], columns of the k largest values of each row, largest first."""
+    return Tensor(np.argsort(-x_TE.asnumpy(), axis=-1, kind="stable")[:, :k].astype(np.int64))
+
+
+def mark(index_TK, size):
+    """fp32 [T, size], 1.0 at the indices of each row."""
+    marks_TE = np.zeros((index_TK.shape[0], size), np.float32)
+    np.put_along_axis(marks_TE, index_TK.asnumpy(), 1.0, axis=1)
+    return Tensor(marks_TE)
+
+
+def marked_positions(marks, num_marked):
+    """int64 [num_marked], where the flat ``marks`` are not 0."""
+    return Tensor(np.flatnonzero(marks.asnumpy()).astype(np.int64))
+
+
+def sort_by_expert(selected_TK, num_experts):
+    """Stable order of the rows by expert, its inverse, and rows per expert; all int64."""
+    experts_R = selected_TK.asnumpy().reshape(-1)
+    order_R = np.argsort(experts_R, kind="stable")
+    inverse_R = np.empty_like(order_R)
+    inverse_R[order_R] = np.arange(len(order_R))
+    counts_E = np.bincount(experts_R, minlength=num_experts)
+    return tuple(Tensor(values.astype(np.int64)) for values in (order_R, inverse_R, counts_E))

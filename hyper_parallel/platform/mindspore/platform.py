@@ -6,8 +6,7 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel.core.expert_parallel import moe
-from hyper_parallel.platform.mindspore import collectives, device_mesh, kernels, sharding
-from hyper_parallel.platform.mindspore import cpu_collectives as backend
+from hyper_parallel.platform.mindspore import collectives, device, device_mesh, kernels, sharding
 from hyper_parallel.platform.platform import Platform
 
 __all__ = ["MindSporePlatform"]
@@ -85,40 +84,43 @@ class MindSporePlatform(Platform):
         return tensor.dtype in INTEGERS
 
     def on_host(self, tensor):
-        return ms.get_context("device_target") == "CPU"
+        return not device.on_ascend() or kernels.host_values(tensor) is not None
 
     def to_host(self, *tensors):
-        values = mint.cat([tensor.astype(ms.int64) for tensor in tensors]).asnumpy()
-        ends = np.cumsum([tensor.shape[0] for tensor in tensors])[:-1]
-        return [part.tolist() for part in np.split(values, ends)]
+        known = [kernels.host_values(tensor) for tensor in tensors]
+        copied = [tensor.astype(ms.int64) for tensor, values in zip(tensors, known) if values is None]
+        ends = np.cumsum([tensor.shape[0] for tensor in copied])[:-1]
+        pieces = iter(np.split(mint.cat(copied).asnumpy(), ends) if copied else ())
+        return [(next(pieces) if values is None else values).tolist() for values in known]
 
     def int_tensor(self, values, like):
-        return Tensor(np.asarray(values, np.int64))
+        return kernels.int_tensor(values)
 
     # Rows
 
     def take_rows(self, x, index_R, inverse_R, copies=1):
-        return kernels.TakeRows.apply(x, index_R, inverse_R, copies)
+        return device.kernels().TakeRows.apply(x, index_R, inverse_R, copies)
 
     def gather_rows(self, x, index_R):
-        return kernels.GatherRows.apply(x, index_R)
+        return device.kernels().GatherRows.apply(x, index_R)
 
     def sum_rows(self, x, index_R, num_rows):
-        return kernels.SumRows.apply(x, index_R, num_rows)
+        return device.kernels().SumRows.apply(x, index_R, num_rows)
 
     def concat(self, tensors, dim):
         return mint.cat(tensors, dim)
 
     def swiglu_experts(self, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R):
-        return moe.experts_from_products(kernels, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
+        inputs = x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R
+        return moe.experts_from_products(device.kernels(), *inputs)
 
     def same_dtype(self, x, weight):
         return x.dtype == weight.dtype
 
     def swiglu(self, gate, up):
-        return kernels.swiglu(gate, up)
+        return device.kernels().swiglu(gate, up)
 
-    # Routing. MindSpore's CPU backend lacks many index operators; numpy has them, and reads tensors in place.
+    # Routing
 
     def probabilities(self, logits_TE, score_func):
         logits_TE = logits_TE.astype(ms.float32) if logits_TE.dtype in (ms.float16, ms.bfloat16) else logits_TE
@@ -130,35 +132,28 @@ class MindSporePlatform(Platform):
         return ops.stop_gradient(x)
 
     def top_indices(self, x_TE, k):
-        return Tensor(np.argsort(-x_TE.asnumpy(), axis=-1, kind="stable")[:, :k].astype(np.int64))
+        return device.kernels().top_indices(x_TE, k)
 
     def pick(self, x_TE, index_TK):
-        return kernels.Pick.apply(x_TE, index_TK)
+        return device.kernels().Pick.apply(x_TE, index_TK)
 
     def mark(self, index_TK, size):
-        marks_TE = np.zeros((index_TK.shape[0], size), np.float32)
-        np.put_along_axis(marks_TE, index_TK.asnumpy(), 1.0, axis=1)
-        return Tensor(marks_TE)
+        return device.kernels().mark(index_TK, size)
 
     def marked_positions(self, marks, num_marked):
-        return Tensor(np.flatnonzero(marks.asnumpy()).astype(np.int64))
+        return device.kernels().marked_positions(marks, num_marked)
 
     def to_int(self, x):
         return x.astype(ms.int64)
 
     def sort_by_expert(self, selected_TK, num_experts):
-        experts_R = selected_TK.asnumpy().reshape(-1)
-        order_R = np.argsort(experts_R, kind="stable")
-        inverse_R = np.empty_like(order_R)
-        inverse_R[order_R] = np.arange(len(order_R))
-        counts_E = np.bincount(experts_R, minlength=num_experts)
-        return tuple(Tensor(values.astype(np.int64)) for values in (order_R, inverse_R, counts_E))
+        return device.kernels().sort_by_expert(selected_TK, num_experts)
 
     def scale_rows(self, x_RD, scores_R):
         return (x_RD * scores_R.reshape((scores_R.shape[0], 1))).astype(x_RD.dtype)
 
     def count_in_backward(self, x, counter_E, counts_E):
-        return kernels.CountInBackward.apply(x, counter_E, counts_E)
+        return device.kernels().CountInBackward.apply(x, counter_E, counts_E)
 
     def assign(self, buffer, value):
         buffer.set_data(value.astype(buffer.dtype))
@@ -168,7 +163,7 @@ class MindSporePlatform(Platform):
     def start_counts_exchange(self, counts, group, name):
         size = comm.get_group_size(group)
         splits = (counts.shape[0] // size,) * size
-        return backend.AllToAll(counts.astype(ms.int64), splits, splits, group, name)
+        return device.collectives().AllToAll(counts.astype(ms.int64), splits, splits, group, name)
 
     def all_to_all_rows(self, x, send_splits, recv_splits, group, name):
         return collectives.AllToAllRows.apply(x, send_splits, recv_splits, group, name)
@@ -186,10 +181,12 @@ class MindSporePlatform(Platform):
         return collectives.GatherFromGroup.apply(x, splits, group, name)
 
     def sum_over_group(self, x, group, name):
-        return backend.all_reduce(x, group, name)
+        return device.collectives().all_reduce(x, group, name)
 
     def digests(self, x, group, name):
         rows = x.asnumpy().reshape(x.shape[0], int(np.prod(x.shape[1:]))).astype(np.float64)
         digest = [x.shape[0], rows.sum(), np.square(rows).sum(), rows.sum(1) @ np.arange(1, x.shape[0] + 1)]
-        gathered = backend.all_gather(Tensor(np.asarray(digest, np.float64)), group, name)
-        return [vector.asnumpy().tolist() for vector in gathered]
+        # As integers of the same bits: not every backend and device takes float64.
+        bits = Tensor(np.asarray(digest, np.float64).view(np.int64))
+        gathered = device.collectives().all_gather(bits, group, name)
+        return [vector.asnumpy().view(np.float64).tolist() for vector in gathered]

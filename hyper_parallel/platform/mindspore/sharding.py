@@ -5,7 +5,7 @@ MindSpore 2.10 has no distributed tensor; a ``ShardedParameter`` is one of the l
 
 from mindspore import Parameter, Tensor, mint
 
-from hyper_parallel.platform.mindspore import cpu_collectives as backend
+from hyper_parallel.platform.mindspore import device
 
 __all__ = ["ShardedParameter", "distribute", "shard_parameter", "wrap_construct", "LAYER"]
 
@@ -38,7 +38,8 @@ class ShardedParameter(Parameter, Tensor):
         for axis in reversed(range(self.device_mesh.ndim)):
             if self.placements[axis].is_shard() and self.device_mesh.size(axis) > 1:
                 group = self.device_mesh.get_group(axis)
-                shards = backend.all_gather(whole, group, f"full_tensor: all-gather of {self.name}")
+                name = f"full_tensor: all-gather of {self.name}"
+                shards = device.collectives().all_gather(whole, group, name)
                 whole = mint.cat(shards, self.placements[axis].dim)
         return whole
 
@@ -53,7 +54,8 @@ def distribute(tensor, device_mesh, placements, name="tensor", requires_grad=Fal
     for axis in range(device_mesh.ndim):
         if device_mesh.size(axis) > 1:
             source, group = device_mesh.axis_ranks(axis)[0], device_mesh.get_group(axis)
-            local = backend.broadcast(local, source, group, f"distribute_tensor: broadcast of {name}")
+            what = f"distribute_tensor: broadcast of {name}"
+            local = device.collectives().broadcast(local, source, group, what)
     for axis, placement in enumerate(placements):
         if placement.is_shard():
             size = local.shape[placement.dim] // device_mesh.size(axis)
