@@ -1,9 +1,9 @@
 """What ``hyper_parallel.check`` runs: every collective that the library uses, with results known in advance, and
 experts over a mesh against the same experts on one device.
 
-Faults of a cluster often show as wrong numbers, not as errors: the all-to-alls of CANN 8.3.RC2 are reported to give zeros
-on more than two ranks (candle-org/MindAct, pull request 2498). Every rank works out alone what it must receive: rank r sends r * 100 + 1, r * 100 + 2, ..., so that a value says
-where it comes from, and none is 0.
+Faults of a cluster often show as wrong numbers, not as errors: the all-to-alls of CANN 8.3.RC2 are reported to give
+zeros on more than two ranks (candle-org/MindAct, pull request 2498). Every rank works out alone what it must receive:
+rank r sends r * 100 + 1, r * 100 + 2, ..., so that a value says where it comes from, and none is 0.
 
 Shape suffixes: P ranks of a group, R rows, E experts, D model size, H hidden size.
 """

@@ -24,18 +24,16 @@ from hyper_parallel.platform.mindspore import (
 )
 from tests import oracle
 from tests.distributed import parity
-from tests.distributed.setting import whole_mesh
+from tests.distributed.setting import make_experts, mesh_for, whole_mesh
 
 
 @contextmanager
 def ascend():
     """Choose the implementations for Ascend, over stand-ins; yields how often each of these was called."""
-    calls = dict.fromkeys(
-        ("grouped_matmul_v4", "swiglu", "moe_token_unpermute", "all_to_all_single", "sort", "topk"), 0
-    )
+    calls = {}
 
-    def counted(function):
-        name = function.__name__.lstrip("_")
+    def counted(name, function):
+        calls[name] = 0
 
         def call(*args, **kwargs):
             calls[name] += 1
@@ -52,11 +50,11 @@ def ascend():
             (mint, _sort),
             (mint, _topk),
         ):
-            stack.enter_context(mock.patch.object(owner, function.__name__.lstrip("_"), counted(function)))
+            name = function.__name__.lstrip("_")
+            stack.enter_context(mock.patch.object(owner, name, counted(name, function)))
         stack.enter_context(mock.patch.object(device, "on_ascend", lambda: True))
-        stack.enter_context(
-            mock.patch.object(device, "_modules", device._modules.__wrapped__)
-        )  # as if it had not been asked
+        # As if it had not been asked before.
+        stack.enter_context(mock.patch.object(device, "_modules", device._modules.__wrapped__))
         yield calls
 
 
@@ -191,10 +189,7 @@ def routing(context):
 
 
 def copies_to_host(context, problem):
-    """Copies from a device in one forward of sharded experts, if every tensor not made on the host were on one."""
-    from tests.distributed.setting import make_experts, mesh_for
-
-    hp.set_platform("mindspore")
+    """Copies from a device in one forward of sharded experts, and whether the counts passed for host numbers."""
     style = hp.ExpertTensorParallel()
     module = style.apply(make_experts(context, problem), mesh_for(context, style, 2, 2))
     ep_rank = whole_mesh("mindspore", context.world_size, 2, 2).get_local_rank("ep")
@@ -207,9 +202,10 @@ def copies_to_host(context, problem):
         return asnumpy(self)
 
     with ascend(), mock.patch.object(Tensor, "asnumpy", counting):
+        on_host = get_platform(module).on_host(inputs[1])
         with mock.patch.object(ascend_kernels, "grouped_matmul_v4", _without_reading):
             module(*inputs)
-    return copies, get_platform(module).on_host(inputs[1])
+    return copies, on_host
 
 
 def _without_reading(x, weight, *, group_list, split_item, group_type, group_list_type):

@@ -150,7 +150,7 @@ def test_routing_operators_agree_with_the_portable_ones(mindspore_pool):
 def test_one_copy_to_the_host(mindspore_pool):
     """Both lists of counts together; what the library made of host numbers itself is not copied back."""
     for copies, on_host in run(mindspore_pool, "copies_to_host", problem=PROBLEM):
-        assert on_host  # on the CPU that this runs on
+        assert not on_host
         assert copies == [(4 + 4,)]
 
 
