@@ -31,7 +31,7 @@ def default_device_type():
 def join(device_type):
     """Join the launcher's ranks and take this rank's device; True unless the program had done so.
 
-    msrun runs the program as scheduler too; there, this returns when the job is over.
+    msrun runs the program as scheduler too; there, MindSpore serves until the job is over and ends the process.
 
     Raises:
         RuntimeError: no launcher, or its ranks cannot be reached. ValueError: unknown device type.
