@@ -34,7 +34,7 @@ class DedupExpertTensorParallel(ExpertTensorParallel):
             return routed_rows(platform, moe, x_TD, scores_TK, routing, {"inside": InsideMoE()})
         num_tokens, top_k = selected_TK.shape
         num_experts, num_ranks, group = layer.shapes.num_experts, ep_mesh.size(), ep_mesh.get_group()
-        send, recv, num_rows = self._plan(platform, selected_TK, routing[2], num_experts, ep_mesh)
+        send, recv, counts_L = self._plan(platform, selected_TK, routing[2], num_experts, ep_mesh)
 
         def exchange(x, splits, back, what):
             return platform.all_to_all_rows(x, splits, back, group, f"all-to-all of {what} over ep")
@@ -48,11 +48,11 @@ class DedupExpertTensorParallel(ExpertTensorParallel):
 
         # Counted from this rank's first expert, its experts come first, and what belongs to other ranks last.
         first = ep_mesh.get_local_rank() * (num_experts // num_ranks)
-        order, _, counts_E = platform.sort_by_expert((selected_NK + (num_experts - first)) % num_experts, num_experts)
-        order_R = order[:num_rows]
+        order, _, _ = platform.sort_by_expert((selected_NK + (num_experts - first)) % num_experts, num_experts)
+        order_R = order[: int(counts_L.sum())]
         rows_RD = platform.gather_rows(x_ND, order_R // top_k)
         scores_R = platform.gather_rows(scores_NK.reshape((sum(recv) * top_k,)), order_R)
-        counts_L = counts_E[: num_experts // num_ranks]
+        counts_L = platform.int_tensor(counts_L, x_TD)
         y_RD = scored_experts(platform, moe, rows_RD, counts_L, scores_R, {"inside": InsideMoE(rows_are_local=True)})
 
         y_ND = platform.sum_rows(y_RD, order_R // top_k, sum(recv))
@@ -60,7 +60,7 @@ class DedupExpertTensorParallel(ExpertTensorParallel):
         return platform.sum_rows(y_MD, token_M, num_tokens)
 
     def _plan(self, platform, selected_TK, counts_E, num_experts, ep_mesh):
-        """Tokens to each rank, tokens from each rank, and rows of this rank's experts: one copy to the host."""
+        """Tokens to each rank, tokens from each rank, and rows of each of its experts: one copy to the host."""
         num_ranks, num_tokens = ep_mesh.size(), selected_TK.shape[0]
         needs_TP = platform.mark(selected_TK // (num_experts // num_ranks), num_ranks)
         tokens_P = platform.to_int(needs_TP.sum(0)) if num_tokens else counts_E[:num_ranks] * 0
@@ -71,7 +71,7 @@ class DedupExpertTensorParallel(ExpertTensorParallel):
         arriving = platform.start_counts_exchange(meant.reshape((size,)), ep_mesh.get_group(), name)
         send, arrived = platform.to_host(tokens_P, arriving.wait())
         arrived = np.asarray(arrived, np.int64).reshape(num_ranks, -1)
-        return tuple(send), tuple(arrived[:, -1].tolist()), int(arrived[:, :-1].sum())
+        return tuple(send), tuple(arrived[:, -1].tolist()), arrived[:, :-1].sum(0)
 
 
 class SplitExpertTensorParallel(ExpertTensorParallel):
