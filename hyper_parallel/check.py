@@ -235,18 +235,5 @@ def _named(ranks):
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(str(rank) for rank in ranks)}"
 
 
-def _end(code):
-    """End the process with this exit code.
-
-    Gloo's threads outlive their process group, which torch's DTensor keeps in its caches. One that lets go of the last
-    message while Python shuts down aborts the process, so torch's ranks leave without shutting Python down.
-    """
-    if "hyper_parallel.platform.torch.session" in sys.modules:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    _end(main())
+    sys.exit(main())

@@ -37,6 +37,10 @@ class Framework:
     dtype: str
     tolerance: float
 
+    def dtype_object(self, name: str) -> Any:
+        """The framework's dtype of that name."""
+        raise NotImplementedError
+
     def tensor(self, array: Any, dtype: str | None = None) -> Any:
         """A copy of `array`; floating point numbers become `self.dtype` unless `dtype` says otherwise."""
         raise NotImplementedError
@@ -89,6 +93,9 @@ class _Torch(Framework):
         import torch
 
         self._torch = torch
+
+    def dtype_object(self, name):
+        return getattr(self._torch, name)
 
     def tensor(self, array, dtype=None):
         tensor = self._torch.tensor(np.asarray(array))
@@ -147,6 +154,9 @@ class _MindSpore(Framework):
         import mindspore
 
         self._ms = mindspore
+
+    def dtype_object(self, name):
+        return getattr(self._ms, name)
 
     def tensor(self, array, dtype=None):
         array = np.asarray(array)

@@ -224,12 +224,18 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def copy_to_group(self, x, group, name):
-        """Forward: x. Backward: the gradient summed over the group. For a value all ranks hold, used in parts."""
+    def copy_to_group(self, x, group, name, dtype=None):
+        """Forward: x. Backward: the gradient summed over the group. For a value all ranks hold, used in parts.
+
+        ``dtype`` is that of the sum's terms on their way, by default the gradient's.
+        """
 
     @abstractmethod
-    def reduce_from_group(self, x, group, name):
-        """Forward: x summed over the group. Backward: the gradient as it is, for it is the same on every rank."""
+    def reduce_from_group(self, x, group, name, dtype=None):
+        """Forward: x summed over the group. Backward: the gradient as it is, for it is the same on every rank.
+
+        ``dtype`` is that of the sum's terms on their way, by default that of x.
+        """
 
     @abstractmethod
     def split_over_group(self, x, splits, group, name):

@@ -1,13 +1,14 @@
 """Cases about parallelised experts, run on every rank; each returns plain values that a test looks at."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 
 import hyper_parallel as hp
 from tests.distributed import parity
 from tests.distributed.recording import recorded
-from tests.distributed.setting import coordinates, local_part, make_experts, mesh_for, whole_mesh
+from tests.distributed.setting import HIDDEN_DIM, coordinates, local_part, make_experts, mesh_for, whole_mesh
 
 
 def parallel_experts(context, style, ep, tp, problem):
@@ -49,6 +50,32 @@ def collectives(context, style, ep, tp, problem, with_scores=True):
         "ep": tuple(whole[dp_rank, :, tp_rank].tolist()),
         "tp": tuple(whole[dp_rank, ep_rank].tolist()),
     }
+
+
+def sums_in_wider_dtype(context, problem, tp):
+    """Outputs and gradients of the rows in float32: with the sum over tp formed in float64, in float32, and of each tp
+    rank's slice alone."""
+    adapter = context.framework
+    counts, weights = adapter.int_tensor(problem.counts[0]), adapter.tensor(problem.targets[0], "float32")
+
+    def evaluate(experts):
+        def function(x):
+            y = experts(x, counts)
+            return adapter.total(y * weights), y
+
+        evaluation = adapter.value_and_gradients(function, [adapter.tensor(problem.x[0], "float32")], experts)
+        return evaluation.output, evaluation.input_gradients[0]
+
+    def parallel(**keywords):
+        style = hp.TensorParallel(**keywords)
+        return style.apply(make_experts(context, problem, "float32"), mesh_for(context, style, 1, tp))
+
+    def slice_alone(tp_rank):
+        cut = {name: np.split(getattr(problem, name), tp, dim)[tp_rank] for name, dim in HIDDEN_DIM.items()}
+        return make_experts(context, replace(problem, **cut), "float32")
+
+    wide = evaluate(parallel(reduce_dtype=adapter.dtype_object("float64")))
+    return wide, evaluate(parallel()), [evaluate(slice_alone(tp_rank)) for tp_rank in range(tp)]
 
 
 def evaluations(context, style, ep, tp, problem):

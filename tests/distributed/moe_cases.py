@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -11,7 +12,7 @@ from hyper_parallel.core.expert_parallel.expert_parallel import ExpertParallel
 from hyper_parallel.platform import get_platform
 from tests import moe_oracle as oracle
 from tests.distributed.recording import recorded
-from tests.distributed.setting import coordinates, get_platform_class, mesh_for, to_dtype, whole_mesh
+from tests.distributed.setting import HIDDEN_DIM, coordinates, get_platform_class, mesh_for, to_dtype, whole_mesh
 
 GROUPS = {"num_expert_groups": 4, "num_limited_groups": 2}
 NORM = {"route_norm": True, "route_scale": 1.5}
@@ -64,6 +65,27 @@ def evaluate(context, moe, problem, ep_rank, shape=None):
     return adapter.value_and_gradients(function, [adapter.tensor(x if shape is None else x.reshape(shape))], moe)
 
 
+def sums_in_wider_dtype(context, problem, tp):
+    """Outputs in float32 whose sum over tp is formed in float64, in float32, and of each tp rank's slice alone."""
+    adapter, style = context.framework, hp.TensorParallel(reduce_dtype=context.framework.dtype_object("float64"))
+    x = adapter.tensor(problem.x[0], "float32")
+    wide, narrow = (make_moe(context, problem, "float32") for _ in range(2))
+    for moe, each in ((wide, style), (narrow, hp.TensorParallel())):
+        each.apply(moe.experts, mesh_for(context, each, 1, tp))
+    slices = [
+        make_moe(context, replace(problem, weights=_slice_of_hidden(problem.weights, tp, r)), "float32")
+        for r in range(tp)
+    ]
+    return adapter.array(wide(x)), adapter.array(narrow(x)), [adapter.array(moe(x)) for moe in slices]
+
+
+def _slice_of_hidden(weights, tp, tp_rank):
+    dims = {f"experts.{name}": dim for name, dim in HIDDEN_DIM.items()}
+    return {
+        name: np.split(weight, tp, dims[name])[tp_rank] if name in dims else weight for name, weight in weights.items()
+    }
+
+
 def evaluations(context, problem, ep, tp, shape=None, breaks=(), **keywords):
     """(ep, tp) of this rank, its evaluation, and the layer's count of its routed rows."""
     moe = parallel_moe(context, problem, ep, tp, **keywords)
@@ -97,7 +119,7 @@ def sabotage(context, problem, *kinds):
     copy_to_group, probabilities, detach = platform.copy_to_group, platform.probabilities, platform.detach
 
     def drop_sum_of(what):
-        return lambda self, x, group, name: x if what in name else copy_to_group(self, x, group, name)
+        return lambda self, x, group, name, *dtype: x if what in name else copy_to_group(self, x, group, name, *dtype)
 
     def bias_in_scores():  # and taken out again where it is added for the choice, so that the choice stays
         bias = context.framework.tensor(problem.bias)

@@ -175,6 +175,13 @@ class TestCollectives:
         for calls in pool.run(cases.order_of_calls, problem=problem, ep=1, tp=4):
             assert calls == ["take_rows"] * 3
 
+    def test_sums_in_a_wider_dtype(self, pool):
+        """Each tp rank's term is rounded once, and so is the sum of the layer's output."""
+        problem = oracle.make_problem(1, VARIANTS["after"][0])
+        for in_wide, in_narrow, terms in pool.run(cases.sums_in_wider_dtype, problem=problem, tp=4):
+            rounded_once = np.sum(terms, axis=0, dtype=np.float64).astype(np.float32)
+            assert np.array_equal(in_wide, rounded_once) and not np.array_equal(in_narrow, rounded_once)
+
 
 class TestLoad:
     @pytest.mark.parametrize("how", [None, "recomputed", "reentrant"])

@@ -39,6 +39,8 @@ class _ExpertsStyle(ParallelStyle):
 
     # Whether the style sums over tp itself inside a MoE layer, so that the layer must not.
     sums_over_tp = False
+    # See the styles over tp.
+    reduce_dtype = None
 
     def validate(self, module, device_mesh):
         """Return the module's sizes; raise what :meth:`apply` documents."""
@@ -90,14 +92,34 @@ class _ExpertsStyle(ParallelStyle):
         """One call of a parallelised experts module; ``inside`` is given by the MoE layer around it."""
         platform, mesh = get_platform(mod), layer.device_mesh
         if inside is not None and inside.rows_are_local:
-            return _run_experts(platform, local_forward, (x, num_tokens_per_expert, scores), None)
+            return self._run_experts(platform, local_forward, (x, num_tokens_per_expert, scores), None)
         check_inputs(platform, layer.shapes, x, num_tokens_per_expert, scores)
         self._check_replicated(platform, mesh, x=x, num_tokens_per_expert=num_tokens_per_expert, scores=scores)
         arriving = None if inside is None else inside.arriving_counts
         inputs, exchange = self._token_dispatch(mod, (x, num_tokens_per_expert, scores), mesh, arriving)
         tp_mesh = layer.mesh_axis("tp") if inside is None else None
-        outputs = _run_experts(platform, local_forward, inputs, tp_mesh)
+        outputs = self._run_experts(platform, local_forward, inputs, tp_mesh)
         return self._token_combine(mod, outputs, mesh, exchange)
+
+    def _run_experts(self, platform, local_forward, inputs, tp_mesh):
+        """Run the experts on their rows; ``tp_mesh`` is None where no sum over tp is wanted."""
+        x_RD, num_tokens_per_expert_E, scores_R = inputs
+
+        def forward(x_RD, *scores):
+            return local_forward(x_RD, num_tokens_per_expert_E, *scores)
+
+        # A module that takes no scores must still work for calls without them.
+        return self._run_inside_tp(platform, forward, (x_RD,) if scores_R is None else (x_RD, scores_R), tp_mesh)
+
+    def _run_inside_tp(self, platform, forward, inputs, tp_mesh):
+        """Run what holds a slice of the hidden dim: its output, and its inputs' gradients, are terms of a sum over tp
+        (the operators f and g of Megatron-LM, Shoeybi et al. 2019, section 3)."""
+        if tp_mesh is None:
+            return forward(*inputs)
+        group, dtype = tp_mesh.get_group(), self.reduce_dtype
+        names = (f"experts: sum of the {what}' gradient over tp" for what in ("rows", "scores"))
+        inputs = [platform.copy_to_group(x, group, name, dtype) for x, name in zip(inputs, names)]
+        return platform.reduce_from_group(forward(*inputs), group, "experts: sum of the output rows over tp", dtype)
 
     def begin(self, layer, mod, num_tokens_per_expert):
         """Start what a coming call's dispatch can start early; the MoE layer hands the result to that call."""
@@ -173,9 +195,16 @@ class TensorParallel(_ExpertsStyle):
     w1, w3 ``Shard(0)``, of w2 ``Shard(1)``. All ranks must hold the same rows. Outputs and gradients are complete on
     every rank. As the shared expert of a MoE layer whose experts lie on the same tp ranks, a FeedForward leaves its
     sum to the layer.
+
+    Args:
+        reduce_dtype: see ``ExpertTensorParallel``.
     """
 
     mesh_dim_names = ("tp",)
+
+    def __init__(self, *, reduce_dtype=None):
+        super().__init__()
+        self.reduce_dtype = reduce_dtype
 
     def _shapes(self, platform, module):
         shapes = feed_forward_shapes(platform, module, type(self).__name__)
@@ -196,7 +225,7 @@ class TensorParallel(_ExpertsStyle):
         if not isinstance(layer.shapes, FeedForwardShapes):
             return super()._call(layer, mod, local_forward, *inputs, inside=inside, **keywords)
         tp_mesh = layer.mesh_axis("tp") if inside is None else None
-        return _run_inside_tp(get_platform(mod), lambda x: local_forward(x, **keywords), inputs, tp_mesh)
+        return self._run_inside_tp(get_platform(mod), lambda x: local_forward(x, **keywords), inputs, tp_mesh)
 
 
 class ExpertTensorParallel(ExpertParallel):
@@ -204,9 +233,19 @@ class ExpertTensorParallel(ExpertParallel):
 
     w1, w3 ``[Shard(0), Shard(1)]``, w2 ``[Shard(0), Shard(2)]``. The tp ranks of one ep coordinate must hold the same
     rows (``HYPER_PARALLEL_DEBUG=1`` checks this at every call). A larger mesh is sliced first: ``mesh["ep", "tp"]``.
+
+    Args:
+        reduce_dtype: the framework's dtype in which terms of a sum over tp travel and are added, outputs and gradients
+            alike, for example ``torch.float32`` under bfloat16 weights: the sum is then rounded once, at twice the
+            bytes over tp. By default the dtype of what is summed. With tp = 2 both are equal, for one addition
+            rounds once anyway.
     """
 
     mesh_dim_names = ("ep", "tp")
+
+    def __init__(self, *, reduce_dtype=None):
+        super().__init__()
+        self.reduce_dtype = reduce_dtype
 
     def _placements(self, parameter):
         return (Shard(0), Shard(HIDDEN_DIM[parameter]))
@@ -216,27 +255,3 @@ class ExpertTensorParallel(ExpertParallel):
 
     def _token_combine(self, mod, outputs, device_mesh, exchange):
         return super()._token_combine(mod, outputs, device_mesh["ep"], exchange)
-
-
-def _run_experts(platform, local_forward, inputs, tp_mesh):
-    """Run the experts on their rows; ``tp_mesh`` is None where no sum over tp is wanted."""
-    x_RD, num_tokens_per_expert_E, scores_R = inputs
-
-    def forward(x_RD, *scores):
-        return local_forward(x_RD, num_tokens_per_expert_E, *scores)
-
-    # A module that takes no scores must still work for calls without them.
-    return _run_inside_tp(platform, forward, (x_RD,) if scores_R is None else (x_RD, scores_R), tp_mesh)
-
-
-def _run_inside_tp(platform, forward, inputs, tp_mesh):
-    """Run what holds a slice of the hidden dim: its output, and its inputs' gradients, are terms of a sum over tp
-    (the operators f and g of Megatron-LM, Shoeybi et al. 2019, section 3)."""
-    if tp_mesh is None:
-        return forward(*inputs)
-    group = tp_mesh.get_group()
-    whats = ("rows", "scores")
-    inputs = [
-        platform.copy_to_group(x, group, f"experts: sum of the {w}' gradient over tp") for x, w in zip(inputs, whats)
-    ]
-    return platform.reduce_from_group(forward(*inputs), group, "experts: sum of the output rows over tp")

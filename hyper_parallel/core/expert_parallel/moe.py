@@ -174,6 +174,7 @@ class _TensorParallelRegion:
         own_sum = self._layer is None or self._layer.style.sums_over_tp
         tp_mesh = None if own_sum else self._layer.mesh_axis("tp")
         self._group = None if tp_mesh is None else tp_mesh.get_group()
+        self._dtype = None if tp_mesh is None else self._layer.style.reduce_dtype
         shared = None if moe.shared_experts is None else platform.parallel_layer(moe.shared_experts)
         shared_mesh = None if shared is None else shared.mesh_axis("tp")
         self.holds_shared_experts = (
@@ -183,10 +184,9 @@ class _TensorParallelRegion:
     def enter(self, x_TD, scores_TK):
         if self._group is None:
             return x_TD, scores_TK
-        return (
-            self._platform.copy_to_group(x_TD, self._group, "moe: sum of the tokens' gradient over tp"),
-            self._platform.copy_to_group(scores_TK, self._group, "moe: sum of the scores' gradient over tp"),
-        )
+        names = "moe: sum of the tokens' gradient over tp", "moe: sum of the scores' gradient over tp"
+        copy = self._platform.copy_to_group
+        return tuple(copy(x, self._group, name, self._dtype) for x, name in zip((x_TD, scores_TK), names))
 
     def routed_part(self, x_TD, scores_TK, selected_TK, routing):
         """As the experts' style does it; without one, or for an exact one, row by row."""
@@ -202,7 +202,8 @@ class _TensorParallelRegion:
     def leave(self, y_TD):
         if self._group is None:
             return y_TD
-        return self._platform.reduce_from_group(y_TD, self._group, "moe: sum of the output tokens over tp")
+        name = "moe: sum of the output tokens over tp"
+        return self._platform.reduce_from_group(y_TD, self._group, name, self._dtype)
 
 
 def update_expert_bias(platform, moe, device_mesh=None):

@@ -24,29 +24,35 @@ class AllToAllRows(_Function):
         return grad, None, None, None, None
 
 
+def _all_reduce(x, group, name, dtype):
+    if dtype is None:
+        return device.collectives().all_reduce(x, group, name)
+    return device.collectives().all_reduce(x.astype(dtype), group, name).astype(x.dtype)
+
+
 class CopyToGroup(_Function):
     """Forward: identity. Backward: sum over the group."""
 
     @staticmethod
-    def forward(ctx, x, group, name):
-        ctx.call = group, f"{name} (backward)"
+    def forward(ctx, x, group, name, dtype):
+        ctx.call = group, f"{name} (backward)", dtype
         return x.copy()
 
     @staticmethod
     def backward(ctx, grad):
-        return device.collectives().all_reduce(grad, *ctx.call), None, None
+        return _all_reduce(grad, *ctx.call), None, None, None
 
 
 class ReduceFromGroup(_Function):
     """Forward: sum over the group. Backward: identity."""
 
     @staticmethod
-    def forward(ctx, x, group, name):
-        return device.collectives().all_reduce(x, group, name)
+    def forward(ctx, x, group, name, dtype):
+        return _all_reduce(x, group, name, dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None, None
+        return grad, None, None, None
 
 
 def _share(x, splits, group):

@@ -168,11 +168,11 @@ class MindSporePlatform(Platform):
     def all_to_all_rows(self, x, send_splits, recv_splits, group, name):
         return collectives.AllToAllRows.apply(x, send_splits, recv_splits, group, name)
 
-    def copy_to_group(self, x, group, name):
-        return collectives.CopyToGroup.apply(x, group, name)
+    def copy_to_group(self, x, group, name, dtype=None):
+        return collectives.CopyToGroup.apply(x, group, name, dtype)
 
-    def reduce_from_group(self, x, group, name):
-        return collectives.ReduceFromGroup.apply(x, group, name)
+    def reduce_from_group(self, x, group, name, dtype=None):
+        return collectives.ReduceFromGroup.apply(x, group, name, dtype)
 
     def split_over_group(self, x, splits, group, name):
         return collectives.SplitOverGroup.apply(x, splits, group, name)

@@ -3,7 +3,9 @@
 Every tensor is made contiguous before a backend sees it: gradients of ``sum()`` have stride 0, slices have gaps.
 """
 
+import atexit
 import functools
+import time
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from hyper_parallel.platform.operation import operation
 
 __all__ = [
+    "let_gloo_finish_before_exit",
     "CountsExchange",
     "all_gather_vector",
     "all_reduce",
@@ -20,6 +23,21 @@ __all__ = [
     "SplitOverGroup",
     "GatherFromGroup",
 ]
+
+
+# Long against the time that a thread waits for a crowded core.
+SECONDS_FOR_GLOO = 0.2
+
+
+@functools.cache
+def let_gloo_finish_before_exit():
+    """Have the program pause before Python shuts down; however often this is called, once.
+
+    Gloo's threads outlive ``destroy_process_group`` where DTensor's caches keep the group. One that lets go of the last
+    message only while Python shuts down aborts the rank ("terminate called without an active exception", pytorch
+    #190489), and the launcher then ends the others.
+    """
+    atexit.register(time.sleep, SECONDS_FOR_GLOO)
 
 
 def _named(name, group):
@@ -60,12 +78,12 @@ def _all_to_all(x, send_splits, recv_splits, group, name):
     return received
 
 
-def all_reduce(x, group, name):
-    """x summed over the group, as a new tensor; no gradient."""
-    summed = x.clone(memory_format=torch.contiguous_format)
+def all_reduce(x, group, name, dtype=None):
+    """x summed over the group, as a new tensor, with terms of the given dtype; no gradient."""
+    summed = x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
     with _named(name, group):
         dist.all_reduce(summed, group=group)
-    return summed
+    return summed.to(x.dtype)
 
 
 class AllToAllRows(torch.autograd.Function):
@@ -87,25 +105,25 @@ class CopyToGroup(torch.autograd.Function):
     """Forward: identity. Backward: sum over the group."""
 
     @staticmethod
-    def forward(ctx, x, group, name):
-        ctx.group, ctx.name = group, name
+    def forward(ctx, x, group, name, dtype):
+        ctx.call = group, f"{name} (backward)", dtype
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return all_reduce(grad, ctx.group, f"{ctx.name} (backward)"), None, None
+        return all_reduce(grad, *ctx.call), None, None, None
 
 
 class ReduceFromGroup(torch.autograd.Function):
     """Forward: sum over the group. Backward: identity."""
 
     @staticmethod
-    def forward(ctx, x, group, name):
-        return all_reduce(x, group, name)
+    def forward(ctx, x, group, name, dtype):
+        return all_reduce(x, group, name, dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None, None
+        return grad, None, None, None
 
 
 def _share(x, splits, group):

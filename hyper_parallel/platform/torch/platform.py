@@ -68,6 +68,7 @@ class TorchPlatform(Platform):
         mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=names)
         if device_type == "cpu":
             _share_time_limit(mesh)
+            collectives.let_gloo_finish_before_exit()
         return mesh
 
     def distribute_tensor(self, tensor, device_mesh, placements):
@@ -78,6 +79,8 @@ class TorchPlatform(Platform):
 
     def shard_parameter(self, module, name, device_mesh, placements):
         sharding.shard_parameter(module, name, device_mesh, placements)
+        if device_mesh.device_type == "cpu":  # also of a mesh that torch's own init_device_mesh made
+            collectives.let_gloo_finish_before_exit()
 
     def is_sharded(self, parameter):
         return isinstance(parameter, dt.DTensor)
@@ -173,11 +176,11 @@ class TorchPlatform(Platform):
     def all_to_all_rows(self, x, send_splits, recv_splits, group, name):
         return collectives.AllToAllRows.apply(x, send_splits, recv_splits, group, name)
 
-    def copy_to_group(self, x, group, name):
-        return collectives.CopyToGroup.apply(x, group, name)
+    def copy_to_group(self, x, group, name, dtype=None):
+        return collectives.CopyToGroup.apply(x, group, name, dtype)
 
-    def reduce_from_group(self, x, group, name):
-        return collectives.ReduceFromGroup.apply(x, group, name)
+    def reduce_from_group(self, x, group, name, dtype=None):
+        return collectives.ReduceFromGroup.apply(x, group, name, dtype)
 
     def split_over_group(self, x, splits, group, name):
         return collectives.SplitOverGroup.apply(x, splits, group, name)

@@ -149,6 +149,15 @@ class TestC3TensorParallel:
         broken = pool.run(parity.errors, style="TensorParallel", ep=1, tp=2, problem=problem(1), breaks=(kind,))
         assert parity.worst(broken)[value] > 0.1
 
+    def test_sums_in_a_wider_dtype(self, pool):
+        """Megatron !2942. Each term is rounded once, and so is the sum."""
+        for wide, narrow, slices in pool.run(cases.sums_in_wider_dtype, problem=problem(1, 4, 6, 16), tp=4):
+            for name, *values in zip(("output", "gradient of the rows"), wide, narrow, *slices):
+                in_wide, in_narrow, *terms = values
+                rounded_once = np.sum(terms, axis=0, dtype=np.float64).astype(np.float32)
+                assert np.array_equal(in_wide, rounded_once), name
+                assert not np.array_equal(in_narrow, rounded_once), name
+
     def test_placements(self, pool):
         for of_rank in pool.run(cases.layout, style="TensorParallel", ep=1, tp=4, problem=problem(1)):
             assert all(of_rank[name]["placements_ours"] for name in of_rank)
