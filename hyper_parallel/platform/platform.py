@@ -123,6 +123,17 @@ class Platform(ABC):
         """
 
     @abstractmethod
+    def sum_copies(self, x_RD, index_R, inverse_R, copies):
+        """``y[t]`` = sum over k of ``x[inverse[t * copies + k]]``, the rows that ``take_rows`` made of one: [T, D].
+
+        Args:
+            x_RD: R = T * copies rows.
+            index_R, inverse_R: as ``take_rows`` had them.
+
+        Gradient: each row's, ``copies`` times, in the order of ``index``.
+        """
+
+    @abstractmethod
     def gather_rows(self, x, index_R):
         """``y[i] = x[index[i]]``, rows of x any number of times each. Gradient: summed over the copies."""
 

@@ -189,7 +189,7 @@ def order_of_calls(context, problem, ep, tp):
 
         return call
 
-    verbs = ("start_counts_exchange", "take_rows", "all_to_all_rows")
+    verbs = ("start_counts_exchange", "take_rows", "sum_copies", "all_to_all_rows")
     methods = {"_token_dispatch": " in", "_token_combine": " out"}
     with (
         mock.patch.multiple(platform, **{verb: recording(verb) for verb in verbs}),

@@ -143,7 +143,7 @@ def test_what_runs_is_logged_once(npu, caplog):
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("num_tokens,copies", [(5, 1), (5, 3), (0, 2)])
-def test_take_rows(npu, dtype, num_tokens, copies):
+def test_take_rows_and_sum_copies(npu, dtype, num_tokens, copies):
     random = np.random.default_rng(0)
     x = torch.tensor(random.standard_normal((num_tokens, 6)), dtype=dtype, device=npu).requires_grad_()
     order = torch.tensor(random.permutation(num_tokens * copies), device=npu)
@@ -154,6 +154,12 @@ def test_take_rows(npu, dtype, num_tokens, copies):
     assert torch.equal(y, x[order // copies])
     summed = grad.cpu().double()[inverse.cpu()].reshape(num_tokens, copies, 6).sum(1)
     assert oracle.relative_error(x.grad.cpu().double(), summed) < LIMITS[dtype]
+
+    rows = grad.clone().requires_grad_()
+    y = PLATFORM.sum_copies(rows, order, inverse, copies)
+    y.backward(x.detach())
+    assert oracle.relative_error(y.detach().cpu().double(), summed) < LIMITS[dtype]
+    assert torch.equal(rows.grad, x.detach()[order // copies])
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)

@@ -151,9 +151,7 @@ def routed_rows(platform, moe, x_TD, scores_TK, routing, keywords=None, experts=
         rows_RD = scored_experts(platform, moe, rows_RD, counts_E, scores_R, keywords or {})
     else:
         rows_RD = experts(rows_RD, scores_R)
-    rows_RD = platform.take_rows(rows_RD, inverse_R, order_R)
-    # Not every backend can differentiate a sum over nothing.
-    return rows_RD.reshape((num_tokens, top_k, rows_RD.shape[1])).sum(1) if num_tokens else rows_RD
+    return platform.sum_copies(rows_RD, order_R, inverse_R, top_k)
 
 
 def scored_experts(platform, moe, rows_RD, counts_E, scores_R, keywords):

@@ -30,6 +30,7 @@ from hyper_parallel.platform.mindspore.kernels import (
 
 __all__ = [
     "TakeRows",
+    "SumCopies",
     "GatherRows",
     "SumRows",
     "Pick",
@@ -78,12 +79,24 @@ class TakeRows(kernels.TakeRows):
 
     @staticmethod
     def backward(ctx, grad):
-        inverse_R, copies = ctx.inverse_R, ctx.copies
-        fits = len(grad.shape) == 2 and grad.shape[0] > 0 and grad.dtype in DTYPES
-        if not (fits and 1 < copies <= MAX_COPIES):
-            return kernels.TakeRows.backward(ctx, grad)
-        ones_TK = mint.ones((grad.shape[0] // copies, copies), dtype=grad.dtype)
-        return sum_of_copies(grad.contiguous(), inverse_R.astype(ms.int32), ones_TK), None, None, None
+        return _sum_copies(grad, ctx.inverse_R, ctx.copies), None, None, None
+
+
+class SumCopies(kernels.SumCopies):
+    """``y[t]`` = sum over k of ``x[inverse[t * copies + k]]``."""
+
+    @staticmethod
+    def forward(ctx, x_RD, index_R, inverse_R, copies):
+        ctx.index_R, ctx.copies = index_R, copies
+        return _sum_copies(x_RD, inverse_R, copies)
+
+
+def _sum_copies(x, inverse_R, copies):
+    fits = len(x.shape) == 2 and x.shape[0] > 0 and x.dtype in DTYPES
+    if not (fits and 1 < copies <= MAX_COPIES):
+        return kernels.sum_copies(x, inverse_R, copies)
+    ones_TK = mint.ones((x.shape[0] // copies, copies), dtype=x.dtype)
+    return sum_of_copies(x.contiguous(), inverse_R.astype(ms.int32), ones_TK)
 
 
 def grouped_linear(x_RD, w_END, groups):

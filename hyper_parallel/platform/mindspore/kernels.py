@@ -13,6 +13,7 @@ from mindspore.common._grad_function import _Function
 
 __all__ = [
     "TakeRows",
+    "SumCopies",
     "GatherRows",
     "SumRows",
     "Pick",
@@ -73,17 +74,36 @@ class TakeRows(_Function):
     @staticmethod
     def forward(ctx, x, index_R, inverse_R, copies):
         ctx.inverse_R, ctx.copies = inverse_R, copies
-        if x.shape[0] == 0:
-            return x.copy()
-        return ops.gather(x, index_R if copies == 1 else index_R // copies, 0)
+        return _taken(x, index_R, copies)
 
     @staticmethod
     def backward(ctx, grad):
-        if grad.shape[0] > 0:
-            grad = ops.gather(grad, ctx.inverse_R, 0)
-        if ctx.copies > 1:
-            grad = grad.reshape((grad.shape[0] // ctx.copies, ctx.copies, *grad.shape[1:])).sum(1)
-        return grad, None, None, None
+        return sum_copies(grad, ctx.inverse_R, ctx.copies), None, None, None
+
+
+class SumCopies(_Function):
+    """``y[t]`` = sum over k of ``x[inverse[t * copies + k]]``: what ``TakeRows`` does backward."""
+
+    @staticmethod
+    def forward(ctx, x_RD, index_R, inverse_R, copies):
+        ctx.index_R, ctx.copies = index_R, copies
+        return sum_copies(x_RD, inverse_R, copies)
+
+    @staticmethod
+    def backward(ctx, grad_TD):
+        return _taken(grad_TD, ctx.index_R, ctx.copies), None, None, None
+
+
+def _taken(x, index_R, copies):
+    return ops.gather(x, index_R if copies == 1 else index_R // copies, 0) if x.shape[0] else x.copy()
+
+
+def sum_copies(x, inverse_R, copies):
+    """``y[t]`` = sum over k of ``x[inverse[t * copies + k]]``; no gradient."""
+    if x.shape[0] == 0:
+        return x.copy()
+    x = ops.gather(x, inverse_R, 0)
+    return x if copies == 1 else x.reshape((x.shape[0] // copies, copies, *x.shape[1:])).sum(1)
 
 
 class GroupedLinear(_Function):

@@ -101,6 +101,9 @@ class MindSporePlatform(Platform):
     def take_rows(self, x, index_R, inverse_R, copies=1):
         return device.kernels().TakeRows.apply(x, index_R, inverse_R, copies)
 
+    def sum_copies(self, x_RD, index_R, inverse_R, copies):
+        return device.kernels().SumCopies.apply(x_RD, index_R, inverse_R, copies)
+
     def gather_rows(self, x, index_R):
         return device.kernels().GatherRows.apply(x, index_R)
 

@@ -6,9 +6,9 @@ Shape suffixes: R rows, E experts, D model size, H hidden size.
 import torch
 from torch.nn.functional import silu
 
-from hyper_parallel.platform.torch import host
+from hyper_parallel.platform.torch import host, row_arithmetic
 
-__all__ = ["take_rows", "swiglu_experts", "swiglu", "CountInBackward"]
+__all__ = ["take_rows", "sum_copies", "scale_rows", "swiglu_experts", "swiglu", "CountInBackward"]
 
 
 def row_groups(counts):
@@ -24,6 +24,16 @@ def row_groups(counts):
 def take_rows(x, index_R, inverse_R, copies=1):
     """``y[i] = x[index[i] // copies]``; see ``Platform.take_rows``."""
     return TakeRows.apply(x, index_R, inverse_R, copies)
+
+
+def sum_copies(x, index_R, inverse_R, copies):
+    """``y[t]`` = sum over k of ``x[inverse[t * copies + k]]``; see ``Platform.sum_copies``."""
+    return SumCopies.apply(x, index_R, inverse_R, copies)
+
+
+def scale_rows(x_RD, scores_R):
+    """Rows times their scores; see ``Platform.scale_rows``."""
+    return ScaleRows.apply(x_RD, scores_R)
 
 
 def swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R=None):
@@ -44,15 +54,50 @@ class TakeRows(torch.autograd.Function):
     def forward(ctx, x, index_R, inverse_R, copies):
         ctx.save_for_backward(inverse_R)
         ctx.copies = copies
-        return x.index_select(0, index_R if copies == 1 else index_R // copies)
+        return _taken(x, index_R, copies)
 
     @staticmethod
     def backward(ctx, grad):
         (inverse_R,) = ctx.saved_tensors
-        grad = grad.index_select(0, inverse_R)
-        if ctx.copies > 1:
-            grad = grad.reshape(grad.shape[0] // ctx.copies, ctx.copies, *grad.shape[1:]).sum(1)
-        return grad, None, None, None
+        return row_arithmetic.sum_copies(grad, inverse_R, ctx.copies), None, None, None
+
+
+class SumCopies(torch.autograd.Function):
+    """``y[t]`` = sum over k of ``x[inverse[t * copies + k]]``: what ``TakeRows`` does backward."""
+
+    @staticmethod
+    def forward(ctx, x, index_R, inverse_R, copies):
+        ctx.save_for_backward(index_R)
+        ctx.copies = copies
+        return row_arithmetic.sum_copies(x, inverse_R, copies)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index_R,) = ctx.saved_tensors
+        return _taken(grad, index_R, ctx.copies), None, None, None
+
+
+def _taken(x, index_R, copies):
+    return x.index_select(0, index_R if copies == 1 else index_R // copies)
+
+
+class ScaleRows(torch.autograd.Function):
+    """Rows times their scores."""
+
+    @staticmethod
+    def forward(ctx, x_RD, scores_R):
+        ctx.save_for_backward(x_RD, scores_R)
+        return row_arithmetic.scale_rows(x_RD, scores_R)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_RD):
+        x_RD, scores_R = ctx.saved_tensors
+        needs_x, needs_scores = ctx.needs_input_grad
+        return (
+            row_arithmetic.scale_rows(grad_RD, scores_R) if needs_x else None,
+            row_arithmetic.row_products(grad_RD, x_RD, scores_R.dtype) if needs_scores else None,
+        )
 
 
 class SwiGLUExperts(torch.autograd.Function):
@@ -71,8 +116,8 @@ class SwiGLUExperts(torch.autograd.Function):
             x, gate, up = x_RD[start:stop], gate_RH[start:stop], up_RH[start:stop]
             torch.mm(x, w1_EHD[expert].t(), out=gate)
             torch.mm(x, w3_EHD[expert].t(), out=up)
-            hidden = silu(gate).mul_(up)
-            torch.mm(_scaled(hidden, scores_R, start, stop), w2_EDH[expert].t(), out=y_RD[start:stop])
+            hidden = _scaled(silu(gate).mul_(up), scores_R, start, stop)
+            torch.mm(hidden, w2_EDH[expert].t(), out=y_RD[start:stop])
         ctx.save_for_backward(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, gate_RH, up_RH)
         ctx.groups = groups
         return y_RD
@@ -93,7 +138,7 @@ class SwiGLUExperts(torch.autograd.Function):
             hidden = activated * up
             grad_hidden = torch.mm(grad, w2_EDH[expert])
             if grad_scores_R is not None:
-                torch.sum(hidden * grad_hidden, 1, dtype=scores_R.dtype, out=grad_scores_R[start:stop])
+                grad_scores_R[start:stop] = row_arithmetic.row_products(hidden, grad_hidden, scores_R.dtype)
             if grad_w2 is not None:
                 torch.mm(grad.t(), _scaled(hidden, scores_R, start, stop), out=grad_w2[expert])
             grad_hidden = _scaled(grad_hidden, scores_R, start, stop)
@@ -111,11 +156,8 @@ class SwiGLUExperts(torch.autograd.Function):
 
 
 def _scaled(rows, scores_R, start, stop):
-    """Rows times their scores; in place where the dtype allows it, for the caller owns the rows."""
-    if scores_R is None:
-        return rows
-    scores = scores_R[start:stop].unsqueeze(1)
-    return rows.mul_(scores) if scores.dtype == rows.dtype else (rows * scores).to(rows.dtype)
+    """Rows times their scores, in place: the caller owns the rows."""
+    return rows if scores_R is None else row_arithmetic.scale_rows(rows, scores_R[start:stop], out=rows)
 
 
 def _zero_experts_without_rows(grads_E, groups, num_experts):

@@ -13,7 +13,7 @@ import torch
 
 from hyper_parallel.platform.torch import kernels
 
-__all__ = ["take_rows", "swiglu_experts", "swiglu"]
+__all__ = ["take_rows", "sum_copies", "swiglu_experts", "swiglu"]
 
 logger = logging.getLogger("hyper_parallel")
 
@@ -44,11 +44,34 @@ def take_rows(x, index_R, inverse_R, copies=1):
     directions, which is exact. Only the sum over the copies of a row is better left to npu_moe_token_unpermute: it
     reads every gradient row once and writes the sums, without reordered rows in between.
     """
-    if copies > 1 and x.dim() == 2:
-        obstacle = f"{copies} copies of a row are more than {MAX_COPIES}" if copies > MAX_COPIES else None
-        if _runs("npu_moe_token_unpermute", x.dtype, obstacle):
-            return _TakeCopies.apply(x, index_R, inverse_R, copies)
+    if _unpermute_runs(x, copies):
+        return _TakeCopies.apply(x, index_R, inverse_R, copies)
     return kernels.take_rows(x, index_R, inverse_R, copies)
+
+
+def sum_copies(x_RD, index_R, inverse_R, copies):
+    """``kernels.SumCopies``: the same two operators, forward and backward exchanged."""
+    if _unpermute_runs(x_RD, copies):
+        return _SumCopies.apply(x_RD, index_R, inverse_R, copies)
+    return kernels.sum_copies(x_RD, index_R, inverse_R, copies)
+
+
+def _unpermute_runs(x, copies):
+    if copies == 1 or x.dim() != 2:
+        return False
+    obstacle = f"{copies} copies of a row are more than {MAX_COPIES}" if copies > MAX_COPIES else None
+    return _runs("npu_moe_token_unpermute", x.dtype, obstacle)
+
+
+def _sum_of_copies(x_RD, inverse_R, copies):
+    import torch_npu
+
+    num_rows = x_RD.shape[0] // copies
+    if num_rows == 0:
+        return torch.empty_like(x_RD)
+    # Weights of one: without any, the operator takes every row for the only copy.
+    ones = x_RD.new_ones(num_rows, copies)
+    return torch_npu.npu_moe_token_unpermute(x_RD.contiguous(), inverse_R.to(torch.int32), probs=ones)
 
 
 class _TakeCopies(torch.autograd.Function):
@@ -61,16 +84,22 @@ class _TakeCopies(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_RD):
-        import torch_npu
-
         (inverse_R,) = ctx.saved_tensors
-        num_rows = grad_RD.shape[0] // ctx.copies
-        if num_rows == 0:
-            return torch.empty_like(grad_RD), None, None, None
-        # Weights of one: without any, the operator takes every row for the only copy.
-        ones = grad_RD.new_ones(num_rows, ctx.copies)
-        grad_TD = torch_npu.npu_moe_token_unpermute(grad_RD.contiguous(), inverse_R.to(torch.int32), probs=ones)
-        return grad_TD, None, None, None
+        return _sum_of_copies(grad_RD, inverse_R, ctx.copies), None, None, None
+
+
+class _SumCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RD, index_R, inverse_R, copies):
+        ctx.save_for_backward(index_R)
+        ctx.copies = copies
+        return _sum_of_copies(x_RD, inverse_R, copies)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_TD):
+        (index_R,) = ctx.saved_tensors
+        return grad_TD.index_select(0, index_R // ctx.copies), None, None, None
 
 
 def swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R=None):

@@ -104,6 +104,9 @@ class TorchPlatform(Platform):
     def take_rows(self, x, index_R, inverse_R, copies=1):
         return _kernels_for(x).take_rows(x, index_R, inverse_R, copies)
 
+    def sum_copies(self, x_RD, index_R, inverse_R, copies):
+        return _kernels_for(x_RD).sum_copies(x_RD, index_R, inverse_R, copies)
+
     def gather_rows(self, x, index_R):
         return x.index_select(0, index_R)
 
@@ -160,7 +163,7 @@ class TorchPlatform(Platform):
         return order_R, inverse_R, counts_E
 
     def scale_rows(self, x_RD, scores_R):
-        return (x_RD * scores_R.unsqueeze(1)).to(x_RD.dtype)
+        return kernels.scale_rows(x_RD, scores_R)
 
     def count_in_backward(self, x, counter_E, counts_E):
         return kernels.CountInBackward.apply(x, counter_E, counts_E)
