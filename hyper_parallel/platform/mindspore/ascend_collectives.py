@@ -17,6 +17,7 @@ import mindspore.communication as comm
 from mindspore import mint
 from mindspore.mint import distributed as dist
 
+from hyper_parallel.platform.mindspore.kernels import copied
 from hyper_parallel.platform.operation import operation
 
 __all__ = ["AllToAll", "all_to_all", "all_reduce", "broadcast", "all_gather"]
@@ -57,7 +58,7 @@ class AllToAll:
 
 def all_reduce(x, group, name):
     """Sum over the group, as a new tensor. The ranks' x have the same shape."""
-    summed = x.contiguous().copy()
+    summed = copied(x)
     if 0 not in x.shape:
         with _named(name, group):
             dist.all_reduce(summed, group=group, async_op=True).wait()
@@ -66,7 +67,7 @@ def all_reduce(x, group, name):
 
 def broadcast(x, source, group, name):
     """x of the global rank ``source``, as a new tensor on every rank of the group."""
-    copy = x.contiguous().copy()
+    copy = copied(x)
     with _named(name, group):
         dist.broadcast(copy, source, group=group, async_op=True).wait()
     return copy
@@ -76,5 +77,5 @@ def all_gather(x, group, name):
     """The x of every rank of the group, in rank order, as new tensors. They have the same shape, with elements."""
     gathered = [mint.empty(x.shape, dtype=x.dtype) for _ in range(comm.get_group_size(group))]
     with _named(name, group):
-        dist.all_gather(gathered, x.contiguous().copy(), group=group, async_op=True).wait()
+        dist.all_gather(gathered, copied(x), group=group, async_op=True).wait()
     return gathered

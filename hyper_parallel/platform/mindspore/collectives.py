@@ -5,6 +5,7 @@ from mindspore import mint
 from mindspore.common._grad_function import _Function
 
 from hyper_parallel.platform.mindspore import device
+from hyper_parallel.platform.mindspore.kernels import copied
 
 __all__ = ["AllToAllRows", "CopyToGroup", "ReduceFromGroup", "SplitOverGroup", "GatherFromGroup"]
 
@@ -36,7 +37,7 @@ class CopyToGroup(_Function):
     @staticmethod
     def forward(ctx, x, group, name, dtype):
         ctx.call = group, f"{name} (backward)", dtype
-        return x.copy()
+        return copied(x)
 
     @staticmethod
     def backward(ctx, grad):
@@ -57,7 +58,7 @@ class ReduceFromGroup(_Function):
 
 def _share(x, splits, group):
     rank = comm.get_rank(group)
-    return x[sum(splits[:rank]) : sum(splits[: rank + 1])].copy()
+    return copied(x[sum(splits[:rank]) : sum(splits[: rank + 1])])
 
 
 def _gather(x, splits, group, name):

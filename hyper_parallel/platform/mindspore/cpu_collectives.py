@@ -20,6 +20,7 @@ from mindspore import mint
 from mindspore.mint import distributed as dist
 from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
 
+from hyper_parallel.platform.mindspore.kernels import copied
 from hyper_parallel.platform.operation import operation
 
 __all__ = ["AllToAll", "all_to_all", "all_reduce", "broadcast", "all_gather"]
@@ -53,7 +54,7 @@ class AllToAll:
             # All sends first: they are buffered at the receiver, while receives on both sides would wait for ever.
             for r in _peers(rank, size):
                 if send_splits[r]:
-                    chunk = x[starts[r] : starts[r] + send_splits[r]].copy()
+                    chunk = copied(x[starts[r] : starts[r] + send_splits[r]])
                     self._handles.append(dist_comm_isend_op(chunk, r, group, 0)[1])
             for r in _peers(rank, size):
                 if recv_splits[r]:
@@ -72,11 +73,11 @@ class AllToAll:
 def all_reduce(x, group, name):
     """Sum over the group, as a new tensor. The ranks' x have the same shape."""
     if 0 in x.shape:
-        return x.copy()
+        return copied(x)
     if x.dtype == ms.float64:  # the backend reduces every float type but this one
         first, *others = all_gather(x, group, name)
         return sum(others, start=first)
-    summed = x.contiguous().copy()
+    summed = copied(x)
     with _named(name, group):
         dist.all_reduce(summed, group=group)
     return summed
@@ -84,7 +85,7 @@ def all_reduce(x, group, name):
 
 def broadcast(x, source, group, name):
     """x of the global rank ``source``, as a new tensor on every rank of the group."""
-    copy = x.contiguous().copy()
+    copy = copied(x)
     with _named(name, group):
         dist.broadcast(copy, source, group=group)
     return copy
@@ -94,7 +95,7 @@ def all_gather(x, group, name):
     """The x of every rank of the group, in rank order, as new tensors. They have the same shape, with elements."""
     gathered = [mint.empty(x.shape, dtype=x.dtype) for _ in range(comm.get_group_size(group))]
     with _named(name, group):
-        dist.all_gather(gathered, x.contiguous().copy(), group=group)
+        dist.all_gather(gathered, copied(x), group=group)
     return gathered
 
 

@@ -27,10 +27,23 @@ __all__ = [
     "marked_positions",
     "sort_by_expert",
     "int_tensor",
+    "copied",
     "host_values",
 ]
 
 HOST_VALUES = "_hyper_parallel_host_values"
+
+# With flags, products read a transposed factor in place; `matmul(a, b.T)` writes it down first.
+PRODUCT, PRODUCT_OF_TRANSPOSED, PRODUCT_BY_TRANSPOSED = (
+    ops.MatMul(),
+    ops.MatMul(transpose_a=True),
+    ops.MatMul(transpose_b=True),
+)
+
+
+def copied(x):
+    """A copy of x, contiguous. ``Tensor.copy`` divides by one in float32, which takes twenty times as long."""
+    return x * 1 if x.size else x
 
 
 def int_tensor(values):
@@ -95,13 +108,13 @@ class SumCopies(_Function):
 
 
 def _taken(x, index_R, copies):
-    return ops.gather(x, index_R if copies == 1 else index_R // copies, 0) if x.shape[0] else x.copy()
+    return ops.gather(x, index_R if copies == 1 else index_R // copies, 0) if x.shape[0] else copied(x)
 
 
 def sum_copies(x, inverse_R, copies):
     """``y[t]`` = sum over k of ``x[inverse[t * copies + k]]``; no gradient."""
     if x.shape[0] == 0:
-        return x.copy()
+        return copied(x)
     x = ops.gather(x, inverse_R, 0)
     return x if copies == 1 else x.reshape((x.shape[0] // copies, copies, *x.shape[1:])).sum(1)
 
@@ -113,7 +126,7 @@ class GroupedLinear(_Function):
     def forward(ctx, x_RD, w_END, groups):
         ctx.save_for_backward(x_RD, w_END)
         ctx.groups = groups
-        pieces = [mint.matmul(x_RD[a:b], w_END[e].T) for e, (a, b) in enumerate(groups) if b > a]
+        pieces = [PRODUCT_BY_TRANSPOSED(x_RD[a:b], w_END[e]) for e, (a, b) in enumerate(groups) if b > a]
         return _concatenate(pieces, (0, w_END.shape[1]), x_RD.dtype)
 
     @staticmethod
@@ -121,13 +134,13 @@ class GroupedLinear(_Function):
         x_RD, w_END = ctx.saved_tensors
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            pieces = [mint.matmul(grad_RN[a:b], w_END[e]) for e, (a, b) in enumerate(ctx.groups) if b > a]
+            pieces = [PRODUCT(grad_RN[a:b], w_END[e]) for e, (a, b) in enumerate(ctx.groups) if b > a]
             grad_x = _concatenate(pieces, x_RD.shape, x_RD.dtype)
         if ctx.needs_input_grad[1]:
             shape = (1, *w_END.shape[1:])
             grad_w = mint.cat(
                 [
-                    mint.matmul(grad_RN[a:b].T, x_RD[a:b]).reshape(shape)
+                    PRODUCT_OF_TRANSPOSED(grad_RN[a:b], x_RD[a:b]).reshape(shape)
                     if b > a
                     else mint.zeros(shape, dtype=w_END.dtype)
                     for a, b in ctx.groups
@@ -181,7 +194,7 @@ class CountInBackward(_Function):
     @staticmethod
     def forward(ctx, x, counter_E, counts_E):
         ctx.counter_E, ctx.counts_E = counter_E, counts_E
-        return x.copy()
+        return copied(x)
 
     @staticmethod
     def backward(ctx, grad):

@@ -6,6 +6,7 @@ MindSpore 2.10 has no distributed tensor; a ``ShardedParameter`` is one of the l
 from mindspore import Parameter, Tensor, mint
 
 from hyper_parallel.platform.mindspore import device
+from hyper_parallel.platform.mindspore.kernels import copied
 
 __all__ = ["ShardedParameter", "distribute", "shard_parameter", "wrap_construct", "LAYER"]
 
@@ -44,7 +45,7 @@ class ShardedParameter(Parameter, Tensor):
         return whole
 
     def __deepcopy__(self, memo):
-        copy = Tensor(self).copy()
+        copy = copied(Tensor(self))
         return ShardedParameter.of(copy, self.name, self.requires_grad, self.device_mesh, self.placements)
 
 
@@ -60,7 +61,7 @@ def distribute(tensor, device_mesh, placements, name="tensor", requires_grad=Fal
         if placement.is_shard():
             size = local.shape[placement.dim] // device_mesh.size(axis)
             local = mint.narrow(local, placement.dim, device_mesh.get_local_rank(axis) * size, size)
-    return ShardedParameter.of(local.contiguous().copy(), name, requires_grad, device_mesh, placements)
+    return ShardedParameter.of(copied(local), name, requires_grad, device_mesh, placements)
 
 
 def shard_parameter(cell, name, device_mesh, placements):
