@@ -19,11 +19,11 @@ class Floor:
     """Has ``forward()`` and ``backward(None)`` like a layer.
 
     Args:
-        work: layer, dtype and mesh. batch: what this rank's ep coordinate holds. weights: whole weights.
+        work: layer, dtype and mesh. batch: what this rank's ep coordinate holds. shards: this rank's w1, w2, w3.
         ep_group, tp_group: process groups.
     """
 
-    def __init__(self, work, batch, weights, ep_group, tp_group, ep_rank, tp_rank):
+    def __init__(self, work, batch, shards, ep_group, tp_group):
         self._work, self._ep_group, self._tp_group = work, ep_group, tp_group
         dtype = getattr(torch, work.dtype)
         counts_PL = torch.from_numpy(batch.counts_E).view(work.ep, -1)
@@ -31,12 +31,7 @@ class Floor:
         dist.all_to_all_single(received_PL, counts_PL, group=ep_group)
         self._send_splits, self._recv_splits = counts_PL.sum(1).tolist(), received_PL.sum(1).tolist()
         counts_L = received_PL.sum(0).tolist()
-
-        def local(weight, hidden_dim):
-            weight = torch.from_numpy(weight).chunk(work.ep)[ep_rank].chunk(work.tp, hidden_dim)[tp_rank]
-            return weight.to(dtype).contiguous()
-
-        w1, w2, w3 = local(weights.w1_EHD, 1), local(weights.w2_EDH, 2), local(weights.w3_EHD, 1)
+        w1, w2, w3 = (torch.from_numpy(shards[name]).to(dtype).contiguous() for name in ("w1", "w2", "w3"))
         rows, dim, hidden = sum(counts_L), work.shape.dim, w1.shape[1]
         x_RD, y_RD, dy_RD = (torch.randn(rows, dim).to(dtype) for _ in range(3))
         h_RH, dh_RH = (torch.randn(rows, hidden).to(dtype) for _ in range(2))
@@ -150,7 +145,7 @@ def _fastest(candidates):
     took = {}
     for name, call in candidates.items():
         try:
-            took[name] = min(_processor_time(call) for _ in range(4))
+            took[name] = min(_processor_time(call) for _ in range(3))
         except RuntimeError:  # not every call takes every shape
             continue
     best = min(took, key=took.get)

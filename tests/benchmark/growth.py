@@ -12,7 +12,7 @@ from tests.distributed.pool import RankPool
 
 __all__ = ["MeshOfTuples", "host_arithmetic", "mesh_set_up", "layers"]
 
-NUM_REPETITIONS = 5
+NUM_REPETITIONS = 3
 
 
 class MeshOfTuples(DeviceMesh):

@@ -4,6 +4,7 @@ Shape suffixes: T tokens of one ep coordinate, K experts per token, R = T * K ro
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -17,6 +18,13 @@ class Weights:
     w2_EDH: np.ndarray
     w3_EHD: np.ndarray
 
+    def shards(self, work, ep_rank, tp_rank):
+        """w1, w2 and w3 of one rank."""
+        found = {}
+        for name, weight, hidden in (("w1", self.w1_EHD, 1), ("w2", self.w2_EDH, 2), ("w3", self.w3_EHD, 1)):
+            found[name] = np.split(np.split(weight, work.ep)[ep_rank], work.tp, hidden)[tp_rank]
+        return found
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -29,8 +37,9 @@ class Batch:
     grad_RD: np.ndarray
 
 
+@lru_cache(maxsize=1)
 def make_weights(shape):
-    """Weights that keep the size of what goes through them."""
+    """Whole weights that keep the size of what goes through them."""
     E, D, H = shape.num_experts, shape.dim, shape.hidden_dim
     draw = np.random.default_rng(0)
 

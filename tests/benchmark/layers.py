@@ -57,17 +57,18 @@ def build(work, alone=False):
     mesh = hp.init_device_mesh("cpu", (work.ep, work.tp), mesh_dim_names=("ep", "tp"))
     ep_rank, tp_rank = mesh.get_coordinate()
     weights = make_weights(work.shape)
+    shards = {"gate": weights.gate_ED, **weights.shards(work, ep_rank, tp_rank)}
     batch = make_batch(work, ep_rank, weights.gate_ED)
-    found = {"ours": _ours(work, mesh, weights, batch)}
+    found = {"ours": _ours(work, mesh, shards, batch)}
     if torchtitan.installed() and not alone:
-        found["titan"] = _titan(work, weights, batch)
+        found["titan"] = _titan(work, shards, batch)
     if work.layer == "moe" and not alone:
-        found["scores inside"] = _ours(work, mesh, weights, batch, score_position="inside")
+        found["scores inside"] = _ours(work, mesh, shards, batch, score_position="inside")
         if work.ep > 1:
-            found["dedup"] = _ours(work, mesh, weights, batch, hp.DedupExpertTensorParallel)
+            found["dedup"] = _ours(work, mesh, shards, batch, hp.DedupExpertTensorParallel)
         if work.tp > 1:
-            found["split"] = _ours(work, mesh, weights, batch, hp.SplitExpertTensorParallel)
-    found["floor"] = Floor(work, batch, weights, mesh.get_group("ep"), mesh.get_group("tp"), ep_rank, tp_rank)
+            found["split"] = _ours(work, mesh, shards, batch, hp.SplitExpertTensorParallel)
+    found["floor"] = Floor(work, batch, shards, mesh.get_group("ep"), mesh.get_group("tp"))
     notes = {"floor": found["floor"].choices}
     if "titan" in found:
         notes["titan"] = _faster_products(work, found["titan"])
@@ -81,39 +82,40 @@ def output_and_gradients(layer):
     return {"output": y.detach().reshape(-1, y.shape[-1]), **layer.gradients()}
 
 
-def _ours(work, mesh, weights, batch, style=hp.ExpertTensorParallel, **arguments):
+def _ours(work, mesh, shards, batch, style=hp.ExpertTensorParallel, **arguments):
     shape = work.shape
-    if work.layer == "experts":
-        module = experts = hp.GroupedExperts(shape.dim, shape.hidden_dim, shape.num_experts)
-    else:
-        # TorchTitan multiplies rows by scores before the experts, unless told otherwise.
-        arguments = {"score_position": "before", **arguments}
-        module = hp.MoE(shape.dim, shape.hidden_dim, shape.num_experts, shape.top_k, **arguments)
-        experts = module.experts
-    _fill(work, module, experts, weights)
+    with torch.device("meta"):
+        if work.layer == "experts":
+            module = experts = hp.GroupedExperts(shape.dim, shape.hidden_dim, shape.num_experts)
+        else:
+            # TorchTitan multiplies rows by scores before the experts, unless told otherwise.
+            arguments = {"score_position": "before", **arguments}
+            module = hp.MoE(shape.dim, shape.hidden_dim, shape.num_experts, shape.top_k, **arguments)
+            experts = module.experts
     style().apply(experts, mesh)
+    _materialise(work, module, experts, shards)
     return Layer(module, *_inputs(work, batch))
 
 
-def _titan(work, weights, batch):
+def _titan(work, shards, batch):
     titan, shape = torchtitan.load(), work.shape
-    if work.layer == "experts":
-        module = experts = titan.GroupedExperts(shape.dim, shape.hidden_dim, shape.num_experts)
-    else:
-        args = titan.MoEArgs(
-            num_experts=shape.num_experts,
-            num_shared_experts=0,
-            top_k=shape.top_k,
-            score_func="softmax",
-            use_grouped_mm=False,
-            load_balance_coeff=None,
-        )
-        module = titan.MoE(args, shape.dim, shape.hidden_dim)
-        experts = module.experts
-        module.tokens_per_expert = torch.zeros(shape.num_experts)
-    _fill(work, module, experts, weights)
+    with torch.device("meta"):
+        if work.layer == "experts":
+            module = experts = titan.GroupedExperts(shape.dim, shape.hidden_dim, shape.num_experts)
+        else:
+            args = titan.MoEArgs(
+                num_experts=shape.num_experts,
+                num_shared_experts=0,
+                top_k=shape.top_k,
+                score_func="softmax",
+                use_grouped_mm=False,
+                load_balance_coeff=None,
+            )
+            module = titan.MoE(args, shape.dim, shape.hidden_dim)
+            experts = module.experts
     mesh = dist.init_device_mesh("cpu", (work.ep, work.tp), mesh_dim_names=("ep", "etp"))
     parallelize_module(experts, mesh, titan.ExpertTensorParallel())
+    _materialise(work, module, experts, shards)
     (x, *counts), grad = _inputs(work, batch)
     if work.layer == "moe":  # it wants [B, S, D]
         x, grad = x.detach().unsqueeze(0).requires_grad_(), grad.unsqueeze(0)
@@ -121,12 +123,15 @@ def _titan(work, weights, batch):
 
 
 @torch.no_grad()
-def _fill(work, module, experts, weights):
-    module.to(getattr(torch, work.dtype))
-    for name, value in (("w1", weights.w1_EHD), ("w2", weights.w2_EDH), ("w3", weights.w3_EHD)):
-        getattr(experts, name).copy_(torch.from_numpy(value))
+def _materialise(work, module, experts, shards):
+    """Give a module of the meta device, sharded there, its memory and its values."""
+    module.to(getattr(torch, work.dtype)).to_empty(device="cpu")
+    for buffer in module.buffers():
+        buffer.zero_()
+    for name in ("w1", "w2", "w3"):
+        getattr(experts, name).to_local().copy_(torch.from_numpy(shards[name]))
     if work.layer == "moe":
-        module.router.gate.weight.copy_(torch.from_numpy(weights.gate_ED))
+        module.router.gate.weight.copy_(torch.from_numpy(shards["gate"]))
 
 
 def _inputs(work, batch):

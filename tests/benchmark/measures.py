@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["memory", "traffic", "host_copies"]
+__all__ = ["memory", "communication"]
 
 COLLECTIVES = ("all_to_all", "alltoall", "all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter")
 LARGE = 2**16
@@ -81,19 +81,24 @@ def _tensors(tree):
             yield getattr(leaf, "elem", leaf)
 
 
-def traffic(layer, mesh):
-    """Bytes that this rank hands to the collectives of each axis, as (forward, backward).
+def communication(layer, mesh):
+    """What one forward and backward send and copy.
 
-    Collectives among one rank are left out: nothing leaves it.
+    Returns:
+        ``traffic``: axis -> bytes that this rank hands to its collectives, (forward, backward); collectives among one
+        rank are left out, for nothing leaves it. ``host_copies``: how often a device would be copied from, if these
+        tensors lay on one. A tensor counts as one on the host only if it came from ``cpu()`` or ``to("cpu")``.
     """
     layer.clear()
-    with _Collectives() as forward:
-        y = layer.forward()
-    with _Collectives() as backward:
-        layer.backward(y)
+    with _PretendedDevice() as pretended:
+        with _Collectives() as forward:
+            y = layer.forward()
+        with _Collectives() as backward:
+            layer.backward(y)
     layer.clear()
     axes = {tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis for axis in ("ep", "tp")}
-    return {axis: (forward.bytes[r], backward.bytes[r]) for r, axis in axes.items() if len(r) > 1}
+    traffic = {axis: (forward.bytes[r], backward.bytes[r]) for r, axis in axes.items() if len(r) > 1}
+    return {"traffic": traffic, "host_copies": pretended.copies}
 
 
 class _Collectives(TorchDispatchMode):
@@ -120,18 +125,6 @@ class _Collectives(TorchDispatchMode):
         tensors = sent if isinstance(sent, list | tuple) else [sent]
         ranks = tuple(dist.get_process_group_ranks(group))
         self.bytes[ranks] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def host_copies(layer):
-    """How often one forward and backward would copy from a device to its host, if these tensors lay on a device.
-
-    A tensor counts as one on the host only if it came from ``cpu()`` or ``to("cpu")``.
-    """
-    layer.clear()
-    with _PretendedDevice() as pretended:
-        layer.backward(layer.forward())
-    layer.clear()
-    return pretended.copies
 
 
 class _PretendedDevice:

@@ -67,8 +67,8 @@ def profile(context, work, num_repetitions):
 
 def _place(file, function):
     if "hyper_parallel" in file:
-        return "our Python"
-    if "wait" in function or "dist_comm" in function or "all_reduce" in function or "comm" in file:
+        return "our Python, and tensors' + and * in it"
+    if any(word in f"{file} {function}" for word in ("wait", "dist_comm", "all_reduce", "communication")):
         return "communication and waiting for it"
     return "MindSpore's Python" if "mindspore" in file else function
 

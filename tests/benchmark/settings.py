@@ -65,9 +65,9 @@ def full_plan():
     works = tuple(Work(layer, dtype, *mesh, shape) for layer in LAYERS for dtype in DTYPES for mesh in MESHES)
     return Plan(
         works=works,
-        num_repetitions={"float32": 6, "bfloat16": 12},
+        num_repetitions={"float32": 6, "bfloat16": 10},
         mindspore_shape=shape,
-        num_mindspore_rounds=4,
+        num_mindspore_rounds=2,
         growing_experts=(8, 16, 32, 64, 128, 256, 512),
         growing_tokens=(256, 1024, 4096, 16384),
         growing_ranks=(1, 2, 4, 8),

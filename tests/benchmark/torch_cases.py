@@ -31,10 +31,10 @@ def compare(context, work, num_repetitions, explain=False):
             stack.enter_context(torchtitan.integer_histc())
         contenders, notes, mesh = build(work)
         layers = {name: contender for name, contender in contenders.items() if name != "floor"}
+        sent = {name: measures.communication(layer, mesh) for name, layer in layers.items()}
         found = {
             "differences": _differences(layers),
-            "traffic": {name: measures.traffic(layer, mesh) for name, layer in layers.items()},
-            "host_copies": {name: measures.host_copies(layer) for name, layer in layers.items()},
+            **{what: {name: each[what] for name, each in sent.items()} for what in ("traffic", "host_copies")},
             "memory": {name: measures.memory(layer) for name, layer in layers.items()},
             "notes": notes,
             "where": {name: where(each) for name, each in contenders.items()} if explain else {},
