@@ -79,8 +79,8 @@ class SplitExpertTensorParallel(ExpertTensorParallel):
 
     The tp ranks gather the arrived rows from each other before the experts, and after the experts each gets the sum of
     its own back. For clusters where ep crosses hosts and tp does not: 1/tp of the bytes over ep, for an all-gather and
-    a reduce-scatter of the rows over tp. Any number of tokens will do; shares differ by one at most. Terms over tp travel
-    in the dtype of the rows: there is no ``reduce_dtype``.
+    a reduce-scatter of the rows over tp. Any number of tokens will do; shares differ by one at most. Terms of the sum
+    over tp travel in the dtype of the rows: there is no ``reduce_dtype``.
     """
 
     sums_over_tp = True

@@ -1,6 +1,6 @@
 """Row kernels of the experts for tensors on any torch device, with hand-written gradients.
 
-Shape suffixes: R rows, E experts, D model size, H hidden size.
+Shape suffixes: R rows, E experts, D model size, H hidden size; K, M, N features of any kind.
 """
 
 import torch
@@ -103,8 +103,9 @@ class ScaleRows(torch.autograd.Function):
 class SwiGLUExperts(torch.autograd.Function):
     """``scores * w2(silu(w1 x) * (w3 x))`` for rows grouped by expert, in one node of the graph.
 
-    One expert at a time, so that what lies between the products stays in the processor's cache. Products are written
-    into their place: slices of stacked weights under autograd would each get a gradient as large as all experts.
+    One large expert or several small ones at a time, so that what lies between the products stays in the processor's
+    cache, and small experts share the steps that need no weights. Products are written into their place: slices of
+    stacked weights under autograd would each get a gradient as large as all experts.
     Kept for backward: rows, gate and up. The hidden rows are formed again from these.
     """
 
@@ -112,12 +113,13 @@ class SwiGLUExperts(torch.autograd.Function):
     def forward(ctx, x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, groups):
         gate_RH, up_RH = (x_RD.new_empty(x_RD.shape[0], w1_EHD.shape[1]) for _ in range(2))
         y_RD = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
-        for expert, start, stop in groups:
-            x, gate, up = x_RD[start:stop], gate_RH[start:stop], up_RH[start:stop]
-            torch.mm(x, w1_EHD[expert].t(), out=gate)
-            torch.mm(x, w3_EHD[expert].t(), out=up)
-            hidden = _scaled(silu(gate).mul_(up), scores_R, start, stop)
-            torch.mm(hidden, w2_EDH[expert].t(), out=y_RD[start:stop])
+        w1_EDH, w2_EHD, w3_EDH = (weight.mT for weight in (w1_EHD, w2_EDH, w3_EHD))
+        for rows, local in _batches(groups, gate_RH.shape[1]):
+            x, gate, up = x_RD[rows], gate_RH[rows], up_RH[rows]
+            _multiply(x, w1_EDH, gate, local)
+            _multiply(x, w3_EDH, up, local)
+            hidden = _scaled(silu(gate).mul_(up), scores_R, rows)
+            _multiply(hidden, w2_EHD, y_RD[rows], local)
         ctx.save_for_backward(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, gate_RH, up_RH)
         ctx.groups = groups
         return y_RD
@@ -132,32 +134,58 @@ class SwiGLUExperts(torch.autograd.Function):
         ]
         grad_x_RD, grad_w1, grad_w2, grad_w3, grad_scores_R = grads
         _zero_experts_without_rows((grad_w1, grad_w2, grad_w3), ctx.groups, w1_EHD.shape[0])
-        for expert, start, stop in ctx.groups:
-            grad, x, gate, up = (rows[start:stop] for rows in (grad_RD, x_RD, gate_RH, up_RH))
+        for rows, local in _batches(ctx.groups, gate_RH.shape[1]):
+            grad, x, gate, up = grad_RD[rows], x_RD[rows], gate_RH[rows], up_RH[rows]
             activated = silu(gate)
             hidden = activated * up
-            grad_hidden = torch.mm(grad, w2_EDH[expert])
+            grad_hidden = torch.empty_like(gate)
+            _multiply(grad, w2_EDH, grad_hidden, local)
             if grad_scores_R is not None:
-                grad_scores_R[start:stop] = row_arithmetic.row_products(hidden, grad_hidden, scores_R.dtype)
+                grad_scores_R[rows] = row_arithmetic.row_products(hidden, grad_hidden, scores_R.dtype)
             if grad_w2 is not None:
-                torch.mm(grad.t(), _scaled(hidden, scores_R, start, stop), out=grad_w2[expert])
-            grad_hidden = _scaled(grad_hidden, scores_R, start, stop)
+                _multiply_transposed(grad, _scaled(hidden, scores_R, rows), grad_w2, local)
+            grad_hidden = _scaled(grad_hidden, scores_R, rows)
             grad_up = activated.mul_(grad_hidden)
             grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate)
             if grad_w1 is not None:
-                torch.mm(grad_gate.t(), x, out=grad_w1[expert])
+                _multiply_transposed(grad_gate, x, grad_w1, local)
             if grad_w3 is not None:
-                torch.mm(grad_up.t(), x, out=grad_w3[expert])
+                _multiply_transposed(grad_up, x, grad_w3, local)
             if grad_x_RD is not None:
-                grad_x = grad_x_RD[start:stop]
-                torch.mm(grad_gate, w1_EHD[expert], out=grad_x)
-                grad_x.addmm_(grad_up, w3_EHD[expert])
+                _multiply(grad_gate, w1_EHD, grad_x_RD[rows], local)
+                _multiply(grad_up, w3_EHD, grad_x_RD[rows], local, add=True)
         return *grads, None
 
 
-def _scaled(rows, scores_R, start, stop):
-    """Rows times their scores, in place: the caller owns the rows."""
-    return rows if scores_R is None else row_arithmetic.scale_rows(rows, scores_R[start:stop], out=rows)
+def _batches(groups, width):
+    """Consecutive experts whose rows fill a block together: (their rows, their groups counted from the first row)."""
+    batch = []
+    for group in groups:
+        batch.append(group)
+        first, end = batch[0][1], group[2]
+        if (end - first) * width >= row_arithmetic.BLOCK_ELEMENTS or group is groups[-1]:
+            yield slice(first, end), [(expert, start - first, stop - first) for expert, start, stop in batch]
+            batch = []
+
+
+def _multiply(x_RK, w_EKN, out_RN, groups, add=False):
+    """``out = x @ w[e]``, or with ``add`` the old value and that, for the rows of each expert e."""
+    for expert, start, stop in groups:
+        if add:
+            out_RN[start:stop].addmm_(x_RK[start:stop], w_EKN[expert])
+        else:
+            torch.mm(x_RK[start:stop], w_EKN[expert], out=out_RN[start:stop])
+
+
+def _multiply_transposed(a_RM, b_RN, out_EMN, groups):
+    """``out[e] = a.T @ b`` over the rows of each expert e."""
+    for expert, start, stop in groups:
+        torch.mm(a_RM[start:stop].t(), b_RN[start:stop], out=out_EMN[expert])
+
+
+def _scaled(rows_RN, scores_R, rows):
+    """The rows of a batch times their scores, in place: the caller owns them."""
+    return rows_RN if scores_R is None else row_arithmetic.scale_rows(rows_RN, scores_R[rows], out=rows_RN)
 
 
 def _zero_experts_without_rows(grads_E, groups, num_experts):

@@ -9,7 +9,7 @@ Shape suffixes: R rows, T rows before they are copied, N features of any kind.
 import torch
 import torch.nn.functional as F
 
-__all__ = ["scale_rows", "row_products", "sum_copies"]
+__all__ = ["BLOCK_ELEMENTS", "scale_rows", "row_products", "sum_copies"]
 
 # Elements of one tensor in a block: a few such blocks of float32 fit into a core's 2 MiB of cache.
 BLOCK_ELEMENTS = 2**17
