@@ -6,11 +6,11 @@ elementwise work, no reordering, no allocation, and neither counts nor scores tr
 Shape suffixes: R rows of this rank's experts, L experts of this rank, D model size, H hidden size of this rank.
 """
 
-import time
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+from tests.benchmark.timing import processor_time
 
 __all__ = ["Floor"]
 
@@ -145,14 +145,8 @@ def _fastest(candidates):
     took = {}
     for name, call in candidates.items():
         try:
-            took[name] = min(_processor_time(call) for _ in range(3))
+            took[name] = min(processor_time(call) for _ in range(3))
         except RuntimeError:  # not every call takes every shape
             continue
     best = min(took, key=took.get)
     return best, candidates[best]
-
-
-def _processor_time(call):
-    began = time.process_time()
-    call()
-    return time.process_time() - began

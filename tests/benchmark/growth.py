@@ -1,25 +1,19 @@
 """How cost grows with experts, tokens and ranks."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
-from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.expert_parallel.token_exchange import expert_major_order, inverse_order, splits_by_rank
 from tests.benchmark import torch_cases
 from tests.benchmark.settings import Work
 from tests.distributed.pool import RankPool
+from tests.mesh_of_tuples import MeshOfTuples
 
-__all__ = ["MeshOfTuples", "host_arithmetic", "mesh_set_up", "layers"]
+__all__ = ["host_arithmetic", "mesh_set_up", "layers"]
 
 NUM_REPETITIONS = 3
-
-
-class MeshOfTuples(DeviceMesh):
-    """A mesh without process groups: a group is the tuple of its ranks."""
-
-    def _make_group(self, ranks):
-        return tuple(ranks)
 
 
 def host_arithmetic():
@@ -35,8 +29,8 @@ def host_arithmetic():
 
 
 def _host_seconds(num_experts, num_ranks, num_rows):
-    pieces = num_experts  # num_ranks x experts per rank
-    counts = np.bincount(np.random.default_rng(0).integers(0, pieces, num_rows), minlength=pieces)
+    # One count per rank and expert of this rank, which are as many as there are experts.
+    counts = np.bincount(np.random.default_rng(0).integers(0, num_experts, num_rows), minlength=num_experts)
     began = time.process_time()
     splits_by_rank(counts, num_ranks)
     inverse_order(expert_major_order(counts.reshape(num_ranks, -1)))
@@ -64,8 +58,8 @@ def layers(plan):
     """
 
     def work(ep=1, num_tokens=plan.growth_shape.num_tokens, num_experts=16):
-        changed = {"num_tokens": num_tokens, "num_experts": num_experts}
-        return Work("experts", "float32", ep, 1, type(plan.growth_shape)(**{**vars(plan.growth_shape), **changed}))
+        shape = replace(plan.growth_shape, num_tokens=num_tokens, num_experts=num_experts)
+        return Work("experts", "float32", ep, 1, shape)
 
     by_experts = {size: work(num_experts=size) for size in plan.growing_experts}
     by_tokens = {size: work(num_tokens=size) for size in plan.growing_tokens}

@@ -8,6 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from tests.distributed.setting import local_part
+
 __all__ = ["Weights", "Batch", "make_weights", "make_batch"]
 
 
@@ -20,10 +22,8 @@ class Weights:
 
     def shards(self, work, ep_rank, tp_rank):
         """w1, w2 and w3 of one rank."""
-        found = {}
-        for name, weight, hidden in (("w1", self.w1_EHD, 1), ("w2", self.w2_EDH, 2), ("w3", self.w3_EHD, 1)):
-            found[name] = np.split(np.split(weight, work.ep)[ep_rank], work.tp, hidden)[tp_rank]
-        return found
+        whole = {"w1": self.w1_EHD, "w2": self.w2_EDH, "w3": self.w3_EHD}
+        return {name: local_part(w, name, work.ep, work.tp, ep_rank, tp_rank) for name, w in whole.items()}
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ less than the DTensor that its recipe makes of it. In bf16 its products are ``to
 loop over experts, whichever is faster here.
 """
 
-import time
-
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import parallelize_module
@@ -16,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import hyper_parallel as hp
 from tests.benchmark.floor import Floor
 from tests.benchmark.inputs import make_batch, make_weights
+from tests.benchmark.timing import processor_time
 from tests.peers import torchtitan
 
 __all__ = ["Layer", "build", "output_and_gradients"]
@@ -151,12 +150,7 @@ def _faster_products(work, layer):
     took = {}
     for grouped in (False, True):
         experts.use_grouped_mm = grouped
-        runs = []
-        for _ in range(3):
-            began = time.process_time()
-            output_and_gradients(layer)
-            runs.append(time.process_time() - began)
-        took[grouped] = torch.tensor(min(runs))
+        took[grouped] = torch.tensor(min(processor_time(lambda: output_and_gradients(layer)) for _ in range(3)))
         dist.all_reduce(took[grouped])
     experts.use_grouped_mm = bool(took[True] < took[False])
     layer.clear()

@@ -19,6 +19,7 @@ from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_co
 
 import hyper_parallel as hp
 from tests.benchmark.inputs import make_batch, make_weights
+from tests.benchmark.timing import processor_time
 
 __all__ = ["turns", "outputs", "profile"]
 
@@ -178,10 +179,4 @@ def _fastest_product(m, k, n):
     a, b, b_t = (ms.Tensor(draw.random(sizes, dtype=np.float32)) for sizes in ((m, k), (k, n), (n, k)))
     transposed = ops.MatMul(transpose_b=True)
     calls = (lambda: mint.matmul(a, b), lambda: transposed(a, b_t))
-    return min(calls, key=lambda call: min(_processor_time(call) for _ in range(3)))
-
-
-def _processor_time(call):
-    began = time.process_time()
-    call()
-    return time.process_time() - began
+    return min(calls, key=lambda call: min(processor_time(call) for _ in range(3)))

@@ -71,7 +71,7 @@ def sums_in_wider_dtype(context, problem, tp):
         return style.apply(make_experts(context, problem, "float32"), mesh_for(context, style, 1, tp))
 
     def slice_alone(tp_rank):
-        cut = {name: np.split(getattr(problem, name), tp, dim)[tp_rank] for name, dim in HIDDEN_DIM.items()}
+        cut = {name: local_part(getattr(problem, name), name, 1, tp, 0, tp_rank) for name in HIDDEN_DIM}
         return make_experts(context, replace(problem, **cut), "float32")
 
     wide = evaluate(parallel(reduce_dtype=adapter.dtype_object("float64")))

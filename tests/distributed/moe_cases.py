@@ -12,7 +12,15 @@ from hyper_parallel.core.expert_parallel.expert_parallel import ExpertParallel
 from hyper_parallel.platform import get_platform
 from tests import moe_oracle as oracle
 from tests.distributed.recording import recorded
-from tests.distributed.setting import HIDDEN_DIM, coordinates, get_platform_class, mesh_for, to_dtype, whole_mesh
+from tests.distributed.setting import (
+    HIDDEN_DIM,
+    coordinates,
+    get_platform_class,
+    local_part,
+    mesh_for,
+    to_dtype,
+    whole_mesh,
+)
 
 GROUPS = {"num_expert_groups": 4, "num_limited_groups": 2}
 NORM = {"route_norm": True, "route_scale": 1.5}
@@ -42,9 +50,11 @@ def make_moe(context, problem, dtype=None, **keywords):
     return to_dtype(context, moe, dtype or context.framework.dtype)
 
 
-def parallel_moe(context, problem, ep, tp, shared="replicated", style="ExpertTensorParallel", **keywords):
+def parallel_moe(
+    context, problem, ep, tp, shared="replicated", style="ExpertTensorParallel", style_arguments=None, **keywords
+):
     """The same with sharded experts; ``shared`` says where the shared expert is, if there is one."""
-    moe, style = make_moe(context, problem, **keywords), getattr(hp, style)()
+    moe, style = make_moe(context, problem, **keywords), getattr(hp, style)(**(style_arguments or {}))
     style.apply(moe.experts, mesh_for(context, style, ep, tp))
     if shared == "sharded":
         dense = hp.TensorParallel()
@@ -67,11 +77,12 @@ def evaluate(context, moe, problem, ep_rank, shape=None):
 
 def sums_in_wider_dtype(context, problem, tp):
     """Outputs in float32 whose sum over tp is formed in float64, in float32, and of each tp rank's slice alone."""
-    adapter, style = context.framework, hp.TensorParallel(reduce_dtype=context.framework.dtype_object("float64"))
+    adapter = context.framework
     x = adapter.tensor(problem.x[0], "float32")
-    wide, narrow = (make_moe(context, problem, "float32") for _ in range(2))
-    for moe, each in ((wide, style), (narrow, hp.TensorParallel())):
-        each.apply(moe.experts, mesh_for(context, each, 1, tp))
+    arguments = {"style": "TensorParallel", "dtype": "float32"}
+    wider = {"reduce_dtype": adapter.dtype_object("float64")}
+    wide = parallel_moe(context, problem, 1, tp, style_arguments=wider, **arguments)
+    narrow = parallel_moe(context, problem, 1, tp, **arguments)
     slices = [
         make_moe(context, replace(problem, weights=_slice_of_hidden(problem.weights, tp, r)), "float32")
         for r in range(tp)
@@ -80,10 +91,8 @@ def sums_in_wider_dtype(context, problem, tp):
 
 
 def _slice_of_hidden(weights, tp, tp_rank):
-    dims = {f"experts.{name}": dim for name, dim in HIDDEN_DIM.items()}
-    return {
-        name: np.split(weight, tp, dims[name])[tp_rank] if name in dims else weight for name, weight in weights.items()
-    }
+    cut = {name: local_part(weights[f"experts.{name}"], name, 1, tp, 0, tp_rank) for name in HIDDEN_DIM}
+    return {**weights, **{f"experts.{name}": weight for name, weight in cut.items()}}
 
 
 def evaluations(context, problem, ep, tp, shape=None, breaks=(), **keywords):

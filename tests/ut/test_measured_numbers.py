@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.benchmark.report import DTYPE_NAMES, LAYER_NAMES
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = json.loads((ROOT / "docs/benchmark/benchmark.json").read_text(encoding="utf-8"))
 WORKS = {(work["layer"], work["dtype"], tuple(work["mesh"])): work for work in RESULTS["works"]}
-
-
 OUTDATED = "docs/benchmark/benchmark.json is of another run than this document's table: bring the table up to date"
 
 
@@ -37,10 +37,9 @@ def test_performance():
     text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     lines = re.findall(r"^\| (?:experts|MoE layer) \| \w+ \| \(\d, \d\) .*\|$", text, re.M)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    names = {"experts": "experts", "moe": "MoE layer", "float32": "fp32", "bfloat16": "bf16"}
     pairs = "ours / floor", "titan / floor", "ours / titan"
     measured = [
-        [names[layer], names[dtype], str(mesh), *(median(work, pair) for pair in pairs), kept(work)]
+        [LAYER_NAMES[layer], DTYPE_NAMES[dtype], str(mesh), *(median(work, pair) for pair in pairs), kept(work)]
         for (layer, dtype, mesh), work in WORKS.items()
     ]
     assert rows == measured, OUTDATED

@@ -182,9 +182,11 @@ class _TensorParallelRegion:
     def enter(self, x_TD, scores_TK):
         if self._group is None:
             return x_TD, scores_TK
-        names = "moe: sum of the tokens' gradient over tp", "moe: sum of the scores' gradient over tp"
-        copy = self._platform.copy_to_group
-        return tuple(copy(x, self._group, name, self._dtype) for x, name in zip((x_TD, scores_TK), names))
+        copy, group, dtype = self._platform.copy_to_group, self._group, self._dtype
+        return (
+            copy(x_TD, group, "moe: sum of the tokens' gradient over tp", dtype),
+            copy(scores_TK, group, "moe: sum of the scores' gradient over tp", dtype),
+        )
 
     def routed_part(self, x_TD, scores_TK, selected_TK, routing):
         """As the experts' style does it; without one, or for an exact one, row by row."""

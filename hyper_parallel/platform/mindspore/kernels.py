@@ -34,11 +34,9 @@ __all__ = [
 HOST_VALUES = "_hyper_parallel_host_values"
 
 # With flags, products read a transposed factor in place; `matmul(a, b.T)` writes it down first.
-PRODUCT, PRODUCT_OF_TRANSPOSED, PRODUCT_BY_TRANSPOSED = (
-    ops.MatMul(),
-    ops.MatMul(transpose_a=True),
-    ops.MatMul(transpose_b=True),
-)
+PRODUCT = ops.MatMul()
+PRODUCT_OF_TRANSPOSED = ops.MatMul(transpose_a=True)
+PRODUCT_BY_TRANSPOSED = ops.MatMul(transpose_b=True)
 
 
 def copied(x):

@@ -11,7 +11,7 @@ import logging
 
 import torch
 
-from hyper_parallel.platform.torch import kernels
+from hyper_parallel.platform.torch import kernels, row_arithmetic
 
 __all__ = ["take_rows", "sum_copies", "swiglu_experts", "swiglu"]
 
@@ -74,13 +74,7 @@ def _sum_of_copies(x_RD, inverse_R, copies):
     return torch_npu.npu_moe_token_unpermute(x_RD.contiguous(), inverse_R.to(torch.int32), probs=ones)
 
 
-class _TakeCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TD, index_R, inverse_R, copies):
-        ctx.save_for_backward(inverse_R)
-        ctx.copies = copies
-        return x_TD.index_select(0, index_R // copies)
-
+class _TakeCopies(kernels.TakeRows):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_RD):
@@ -88,18 +82,12 @@ class _TakeCopies(torch.autograd.Function):
         return _sum_of_copies(grad_RD, inverse_R, ctx.copies), None, None, None
 
 
-class _SumCopies(torch.autograd.Function):
+class _SumCopies(kernels.SumCopies):
     @staticmethod
     def forward(ctx, x_RD, index_R, inverse_R, copies):
         ctx.save_for_backward(index_R)
         ctx.copies = copies
         return _sum_of_copies(x_RD, inverse_R, copies)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_TD):
-        (index_R,) = ctx.saved_tensors
-        return grad_TD.index_select(0, index_R // ctx.copies), None, None, None
 
 
 def swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R=None):
@@ -203,7 +191,7 @@ def _plain(x):
 
 
 def _scaled(rows_RH, scores_R):
-    return rows_RH if scores_R is None else (rows_RH * scores_R.unsqueeze(1)).to(rows_RH.dtype)
+    return rows_RH if scores_R is None else row_arithmetic.scale_rows(rows_RH, scores_R)
 
 
 def swiglu(gate, up):

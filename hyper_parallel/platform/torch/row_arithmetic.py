@@ -19,9 +19,9 @@ def scale_rows(rows_RN, scores_R, out=None):
     """Rows times their scores, formed in the wider dtype, in the dtype of the rows. ``out`` may be the rows."""
     out = torch.empty_like(rows_RN, memory_format=torch.contiguous_format) if out is None else out
     for rows, scores, scaled in _blocks(rows_RN, scores_R.unsqueeze(1), out):
-        if rows.is_cpu:
+        if rows.is_cpu or rows.dtype == scores.dtype:
             torch.mul(rows, scores, out=scaled)
-        else:
+        else:  # not every device casts into ``out``
             scaled.copy_(rows * scores)
     return out
 

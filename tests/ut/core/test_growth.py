@@ -3,19 +3,12 @@
 import numpy as np
 import pytest
 
-from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.expert_parallel.token_exchange import expert_major_order, inverse_order, splits_by_rank
+from tests.mesh_of_tuples import MeshOfTuples
 
 NUM_RANKS = 4096
 SHAPES = {("ep", "tp"): (64, 64), ("dp", "ep", "tp"): (16, 16, 16)}
 SOME_RANKS = (0, 1, 63, 64, 1000, 2047, 2048, 3333, 4032, 4095)
-
-
-class MeshOfTuples(DeviceMesh):
-    """A mesh without process groups: a group is the tuple of its ranks."""
-
-    def _make_group(self, ranks):
-        return tuple(ranks)
 
 
 def mesh_of(names, rank, offset=0):
