@@ -13,6 +13,7 @@ import warnings
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.npu_sim.launches import launch
 from tests.npu_sim.memory import npu_tensors, on_cpu, on_npu, other_tensors
 
 __all__ = ["install"]
@@ -42,7 +43,9 @@ def _checked(name, reference):
         cpu_args, cpu_kwargs = on_cpu((args, kwargs))
         result = reference(*cpu_args, **cpu_kwargs)
         require(_forms(result) == _forms(expected), name, f"{_forms(result)}, but the meta kernel {_forms(expected)}")
-        return on_npu(result, device)
+        result = on_npu(result, device)
+        launch(f"npu::{name}", [args, kwargs], result, device)
+        return result
 
     return kernel
 
