@@ -22,9 +22,8 @@ from hyper_parallel.platform.mindspore import (
     kernels,
     session,
 )
-from tests import oracle
-from tests.distributed import parity
-from tests.distributed.setting import make_experts, mesh_for, whole_mesh
+from tests.harness import oracle, parity
+from tests.harness.setting import make_experts, mesh_for, whole_mesh
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import io
 from unittest import mock
 
 from hyper_parallel import check, self_test
-from tests.distributed.setting import get_platform_class, sabotage
+from tests.harness.setting import get_platform_class, sabotage
 
 
 def run_check(context, arguments=(), breaks=(), on_ranks=None):
