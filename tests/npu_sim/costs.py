@@ -11,6 +11,7 @@ AICPU_NS_PER_ELEMENT = 10.0
 PRODUCTS = {"mm", "addmm", "matmul", "bmm", "npu_grouped_matmul", "matmul_backward"}
 # They read as much of their first tensor as they write, and not all of it.
 TAKES_ROWS = {"index_select", "gather", "index", "embedding"}
+ONLY_WRITES = {"fill_", "zero_", "zeros_like", "ones_like", "new_zeros", "new_ones", "full_like"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def use(costs):
 def kernel_ns(name, reads, writes, on_aicpu=False):
     """How long a kernel takes that reads and writes these tensors: its products or its memory, whichever is longer."""
     base = name.partition("::")[2]
+    reads = () if base in ONLY_WRITES else reads
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in (*reads, *writes))
     if base in TAKES_ROWS and reads:
         nbytes += sum(tensor.numel() * tensor.element_size() for tensor in writes)

@@ -3,7 +3,7 @@
 import torch
 
 import hyper_parallel as hp
-from tests.distributed.setting import mesh_for
+from tests.harness.setting import mesh_for
 from tests.npu_sim import aicpu
 from tests.npu_sim.launches import host_waits
 
