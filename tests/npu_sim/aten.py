@@ -9,9 +9,9 @@ import warnings
 
 import torch
 
-from tests.npu_sim import aicpu
+from tests.npu_sim import aicpu, hollow
 from tests.npu_sim.launches import launch
-from tests.npu_sim.memory import host_view, npu_tensors, on_cpu, on_npu, other_tensors
+from tests.npu_sim.memory import host_view, npu_tensors, on_cpu, on_meta, on_npu, other_tensors
 
 __all__ = ["install"]
 
@@ -75,7 +75,8 @@ def _on_host(operator):
             raise RuntimeError(f"[npu-sim] {schema.name}: expected all tensors on the same device, got npu and cpu")
         device = tensors[0].device if tensors else torch.device("npu", torch.npu.current_device())
         on_aicpu = aicpu.note(schema.name, args, kwargs)
-        cpu_args, cpu_kwargs = on_cpu((args, kwargs))
+        view = hollow.view(operator, args, kwargs)
+        cpu_args, cpu_kwargs = view((args, kwargs))
         results = operator(*cpu_args, **cpu_kwargs)
         results = list(results) if len(schema.returns) > 1 else [results] * len(schema.returns)
         for i, argument in enumerate(written):
@@ -128,7 +129,8 @@ def _copy(target, source, non_blocking=False):
     if target.device.type != source.device.type:
         _own_copy.call_boxed(_KEYS, target, source, non_blocking)
     else:
-        on_cpu(target).copy_(on_cpu(source))
+        view = hollow.view(torch.ops.aten.copy_, (target, source), {})
+        view(target).copy_(view(source))
         launch("aten::copy_", [source], [target], target.device)
     return target
 
@@ -137,7 +139,8 @@ def _matmul_backward(grad, x, other, mask):
     """torch_npu differentiates matmul as one operator, which the CPU lacks; here for matrices and batches of them."""
     if x.dim() < 2 or other.dim() < 2:
         raise NotImplementedError("[npu-sim] the gradient of matmul with a vector")
-    cpu_grad, cpu_x, cpu_other = on_cpu((grad, x, other))
+    view = on_meta if hollow.is_large(grad) else on_cpu
+    cpu_grad, cpu_x, cpu_other = view((grad, x, other))
     grads = (
         (cpu_grad @ cpu_other.mT).sum_to_size(x.shape) if mask[0] else None,
         (cpu_x.mT @ cpu_grad).sum_to_size(other.shape) if mask[1] else None,
