@@ -6,7 +6,7 @@ On torch ``init_device_mesh`` returns torch's own ``DeviceMesh``. A platform wit
 
 import numpy as np
 
-__all__ = ["DeviceMesh", "SlicedOnce", "init_device_mesh", "check_mesh"]
+__all__ = ["DeviceMesh", "check_mesh", "init_device_mesh"]
 
 
 def init_device_mesh(device_type, mesh_shape, *, mesh_dim_names=None):
@@ -144,21 +144,6 @@ class DeviceMesh:
     def __deepcopy__(self, memo):
         # A mesh stands for running process groups: a copied module goes on using the same ones.
         return self
-
-
-class SlicedOnce:
-    """A mesh that keeps its slices: torch builds a new mesh for each, which is too slow for every call of a layer."""
-
-    def __init__(self, device_mesh):
-        self._device_mesh, self._slices = device_mesh, {}
-
-    def __getitem__(self, names):
-        if names not in self._slices:
-            self._slices[names] = self._device_mesh[names]
-        return self._slices[names]
-
-    def __getattr__(self, name):
-        return getattr(self._device_mesh, name)
 
 
 def check_mesh(device_mesh, names, style):
