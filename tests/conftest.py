@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.pool import RankPool
+from tests.harness.pool import RankPool
 
 KNOWN = ("torch", "mindspore")
 REQUIRED = tuple(filter(None, os.environ.get("HYPER_PARALLEL_TEST_PLATFORMS", "").replace(" ", "").split(",")))

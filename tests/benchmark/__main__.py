@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests import oracle
 from tests.benchmark import chart, growth, report, torch_cases
 from tests.benchmark.settings import Work, full_plan, quick_plan
 from tests.benchmark.summary import TOLERANCE, Disagreement, mindspore_summary, summarize
-from tests.distributed.pool import ROOT, RankPool
+from tests.harness import oracle
+from tests.harness.pool import ROOT, RankPool
 
 NUM_RANKS = 4
 EXPLAINED_MESH = (2, 2)

@@ -8,8 +8,8 @@ import numpy as np
 from hyper_parallel.core.expert_parallel.exchange.rows import expert_major_order, inverse_order, splits_by_rank
 from tests.benchmark import torch_cases
 from tests.benchmark.settings import Work
-from tests.distributed.pool import RankPool
-from tests.mesh_of_tuples import MeshOfTuples
+from tests.harness.mesh_of_tuples import MeshOfTuples
+from tests.harness.pool import RankPool
 
 __all__ = ["host_arithmetic", "mesh_set_up", "layers"]
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from tests.distributed.setting import local_part
+from tests.harness.setting import local_part
 
 __all__ = ["Weights", "Batch", "make_weights", "make_batch"]
 

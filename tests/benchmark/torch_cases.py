@@ -8,10 +8,10 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from tests import oracle
 from tests.benchmark import measures
 from tests.benchmark.layers import build, output_and_gradients
 from tests.benchmark.where import where
+from tests.harness import oracle
 from tests.peers import torchtitan
 
 __all__ = ["compare", "turns", "outputs", "processor_times", "machine"]

@@ -20,12 +20,13 @@ from hyper_parallel.platform.mindspore import (
     ascend_routing,
     cpu_collectives,
     device,
-    routing as portable_routing,
     session,
 )
-from tests import oracle
-from tests.distributed import parity
-from tests.distributed.setting import make_experts, mesh_for, whole_mesh
+from hyper_parallel.platform.mindspore import (
+    routing as portable_routing,
+)
+from tests.harness import oracle, parity
+from tests.harness.setting import make_experts, mesh_for, whole_mesh
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from unittest import mock
 
 from hyper_parallel import check
 from hyper_parallel.check import operations
-from tests.distributed.setting import get_platform_class, sabotage
+from tests.harness.setting import get_platform_class, sabotage
 
 
 def run_check(context, arguments=(), breaks=(), on_ranks=None):

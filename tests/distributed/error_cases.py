@@ -4,8 +4,8 @@ import numpy as np
 
 import hyper_parallel as hp
 from tests.distributed.expert_cases import parallel_experts
-from tests.distributed.recording import recorded
-from tests.distributed.setting import coordinates, whole_mesh
+from tests.harness.recording import recorded
+from tests.harness.setting import coordinates, whole_mesh
 
 
 def raised(function, *args):

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 
 import hyper_parallel as hp
-from tests.distributed import parity
-from tests.distributed.recording import recorded
-from tests.distributed.setting import HIDDEN_DIM, coordinates, local_part, make_experts, mesh_for, whole_mesh
+from tests.harness import parity
+from tests.harness.recording import recorded
+from tests.harness.setting import HIDDEN_DIM, coordinates, local_part, make_experts, mesh_for, whole_mesh
 
 
 def parallel_experts(context, style, ep, tp, problem):

@@ -6,10 +6,10 @@ from unittest import mock
 import numpy as np
 
 import hyper_parallel as hp
-from tests.distributed import parity
 from tests.distributed.expert_cases import parallel_experts
-from tests.distributed.recording import recorded
-from tests.distributed.setting import coordinates
+from tests.harness import parity
+from tests.harness.recording import recorded
+from tests.harness.setting import coordinates
 
 
 def backward_collectives(context, ep, tp, problem):
@@ -167,7 +167,7 @@ def late_backward(context, problem):
 def local_sizes(context, ep, tp):
     """Parameter elements on this rank, of the whole, and the names, after parallelize_module on a nested model."""
     from tests.distributed.error_cases import nested_model
-    from tests.distributed.setting import mesh_for
+    from tests.harness.setting import mesh_for
 
     hp.set_platform(context.platform)
     model = nested_model(context)

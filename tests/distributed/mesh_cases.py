@@ -4,7 +4,7 @@ import numpy as np
 
 import hyper_parallel as hp
 from tests.distributed.error_cases import raised
-from tests.distributed.setting import whole_mesh
+from tests.harness.setting import whole_mesh
 
 
 def describe(mesh, names=()):

@@ -5,9 +5,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 import hyper_parallel as hp
-from tests import oracle
-from tests.distributed import parity
-from tests.distributed.setting import coordinates, make_experts, mesh_for, whole_mesh
+from tests.harness import oracle, parity
+from tests.harness.setting import coordinates, make_experts, mesh_for, whole_mesh
 
 
 def sharded(context, ep, tp, problem):

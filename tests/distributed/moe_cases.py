@@ -10,9 +10,9 @@ import numpy as np
 import hyper_parallel as hp
 from hyper_parallel.core.expert_parallel.exchange import rows
 from hyper_parallel.platform import get_platform
-from tests import moe_oracle as oracle
-from tests.distributed.recording import recorded
-from tests.distributed.setting import (
+from tests.harness import moe_oracle as oracle
+from tests.harness.recording import recorded
+from tests.harness.setting import (
     HIDDEN_DIM,
     coordinates,
     get_platform_class,

@@ -9,7 +9,7 @@ import torch
 
 import hyper_parallel as hp
 from tests.distributed.moe_cases import evaluate, load, make_moe, parallel_moe
-from tests.distributed.setting import coordinates, get_platform_class, mesh_for
+from tests.harness.setting import coordinates, get_platform_class, mesh_for
 
 
 def host_copies(context, problem, ep, tp):

@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import parallelize_module
 
 import hyper_parallel as hp
-from tests import oracle
-from tests.distributed.setting import coordinates, fill, make_experts, whole_mesh
+from tests.harness import oracle
+from tests.harness.setting import coordinates, fill, make_experts, whole_mesh
 from tests.peers import torchtitan
 
 

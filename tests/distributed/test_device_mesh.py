@@ -93,7 +93,7 @@ def test_torch_placements_are_accepted_and_equal_ours(torch_pool):
 def laid_out_with_torch_placements(context):
     from torch.distributed.tensor import Shard
 
-    from tests.distributed.setting import whole_mesh
+    from tests.harness.setting import whole_mesh
 
     mesh = whole_mesh("torch", context.world_size, 2, 2)["ep", "tp"]
     tensor = context.framework.tensor(np.zeros((4, 8)))

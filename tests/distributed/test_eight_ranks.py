@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests import oracle
-from tests.distributed import parity
-from tests.frameworks import framework
+from tests.harness import oracle, parity
+from tests.harness.frameworks import framework
 
 
 @pytest.mark.parametrize("ep,tp", [(2, 4), (4, 2), (8, 1), (1, 8), (2, 2)])

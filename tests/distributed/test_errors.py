@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests import oracle
 from tests.distributed import error_cases as cases
+from tests.harness import oracle
 
 
 def expect(outcome, kind, *words):

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from tests import oracle
-from tests.distributed import error_cases, expert_cases, parity
+from tests.distributed import error_cases, expert_cases
 from tests.distributed import fault_cases as cases
-from tests.distributed.pool import RankPool
-from tests.frameworks import framework
+from tests.harness import oracle, parity
+from tests.harness.frameworks import framework
+from tests.harness.pool import RankPool
 
 
 def tolerance(pool):

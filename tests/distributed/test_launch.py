@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import require
-from tests.distributed.launching import launch
+from tests.harness.launching import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 BREAK_RANK_1 = """

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests import oracle
-from tests.distributed import parity
+from tests.harness import oracle, parity
 
 pytest.importorskip("mindspore")
 from tests.distributed import mindspore_cases as cases  # noqa: E402

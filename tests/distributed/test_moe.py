@@ -1,15 +1,15 @@
-"""The MoE layer over real ranks, against tests/moe_oracle.py: one device in numpy."""
+"""The MoE layer over real ranks, against tests/harness/moe_oracle.py: one device in numpy."""
 
 import numpy as np
 import pytest
 
-from tests import moe_oracle as oracle
 from tests.distributed import moe_cases as cases
-from tests.distributed import parity
 from tests.distributed.moe_cases import VARIANTS
-from tests.distributed.setting import local_part
-from tests.frameworks import framework
-from tests.oracle import relative_error
+from tests.harness import moe_oracle as oracle
+from tests.harness import parity
+from tests.harness.frameworks import framework
+from tests.harness.oracle import relative_error
+from tests.harness.setting import local_part
 
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]
 

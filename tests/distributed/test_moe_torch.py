@@ -5,9 +5,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from tests import moe_oracle as oracle
 from tests.distributed.moe_cases import VARIANTS
-from tests.oracle import relative_error
+from tests.harness import moe_oracle as oracle
+from tests.harness.oracle import relative_error
 
 pytest.importorskip("torch")
 from tests.distributed import moe_torch_cases as cases  # noqa: E402

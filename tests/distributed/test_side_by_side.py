@@ -4,8 +4,8 @@ import importlib.util
 
 import pytest
 
-from tests import oracle
 from tests.distributed import expert_cases
+from tests.harness import oracle
 
 
 @pytest.mark.parametrize("ep,tp", [(2, 2), (4, 1)])

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from tests import oracle
-from tests.distributed import parity
+from tests.harness import oracle, parity
 
 pytest.importorskip("torch")
 from tests.distributed import torch_cases as cases  # noqa: E402

@@ -2,10 +2,9 @@
 
 import pytest
 
-from tests import oracle
-from tests.distributed import parity
 from tests.distributed import variant_cases as cases
-from tests.frameworks import framework
+from tests.harness import oracle, parity
+from tests.harness.frameworks import framework
 
 STYLES = ["ExpertTensorParallel", "DedupExpertTensorParallel", "SplitExpertTensorParallel"]
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]

@@ -9,9 +9,8 @@ from torch.distributed.tensor.parallel import parallelize_module as torch_parall
 from torch.utils.checkpoint import checkpoint
 
 import hyper_parallel as hp
-from tests import oracle
-from tests.distributed import parity
-from tests.distributed.setting import coordinates, make_experts, mesh_for, whole_mesh
+from tests.harness import oracle, parity
+from tests.harness.setting import coordinates, make_experts, mesh_for, whole_mesh
 
 
 def sharded(context, ep, tp, problem, dtype=None):

@@ -6,9 +6,9 @@ import numpy as np
 
 import hyper_parallel as hp
 from hyper_parallel.core.expert_parallel.exchange import SplitExchange
-from tests import oracle
-from tests.distributed.recording import recorded
-from tests.distributed.setting import coordinates, mesh_for, to_dtype
+from tests.harness import oracle
+from tests.harness.recording import recorded
+from tests.harness.setting import coordinates, mesh_for, to_dtype
 
 DIM, HIDDEN, NUM_EXPERTS = 6, 8, 8
 
@@ -111,7 +111,7 @@ def rows_over_ep(context, style, ep, tp, top_k, num_tokens):
 
 def bare_experts(context, style, ep, tp, problem):
     """The style on experts outside a MoE layer."""
-    from tests.distributed import parity
+    from tests.harness import parity
 
     return parity.errors(context, style, ep, tp, problem)
 

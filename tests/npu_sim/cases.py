@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import hyper_parallel as hp
 from hyper_parallel.platform.torch import npu_experts
-from tests import oracle
-from tests.distributed import expert_cases, parity, variant_cases
-from tests.distributed.setting import coordinates, local_part, make_experts, mesh_for
+from tests.distributed import expert_cases, variant_cases
+from tests.harness import oracle, parity
+from tests.harness.setting import coordinates, local_part, make_experts, mesh_for
 
 
 def in_dtype(context, dtype):

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tests.distributed.pool import RankPool
+from tests.harness.pool import RankPool
 
 ENABLED = os.environ.get("HYPER_PARALLEL_NPU_SIM") == "1"
 collect_ignore_glob = [] if ENABLED else ["test_*.py"]

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.platform.torch import PLATFORM, npu_operators
-from tests import oracle
+from tests.harness import oracle
 
 # bfloat16 keeps 8 bits of a number, float16 11; every value here is rounded a few times on its way.
 LIMITS = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}

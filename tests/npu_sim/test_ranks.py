@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests import oracle
-from tests.distributed import expert_cases, parity
+from tests.distributed import expert_cases
+from tests.harness import oracle, parity
 from tests.npu_sim import cases
 
 MESHES = [(2, 2), (1, 4), (4, 1)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel.core.expert_parallel.exchange.rows import expert_major_order, inverse_order, splits_by_rank
-from tests.mesh_of_tuples import MeshOfTuples
+from tests.harness.mesh_of_tuples import MeshOfTuples
 
 NUM_RANKS = 4096
 SHAPES = {("ep", "tp"): (64, 64), ("dp", "ep", "tp"): (16, 16, 16)}

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import oracle
 from tests.conftest import require
-from tests.distributed import by_name, parity
+from tests.harness import by_name, oracle, parity
 
 ROOT = Path(__file__).resolve().parents[3]
 DTYPES = ("float16", "bfloat16", "float32")

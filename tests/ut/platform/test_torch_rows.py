@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import require
-from tests.oracle import relative_error
+from tests.harness.oracle import relative_error
 
 LIMITS = {"float64": 1e-13, "float32": 1e-6, "float16": 1e-3, "bfloat16": 6e-3}
 # The last is wider than a block of rows.

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.core.expert_parallel.exchange.rows import expert_major_order, inverse_order, splits_by_rank
-from tests import oracle
 from tests.distributed import expert_cases as cases
-from tests.distributed import parity
-from tests.frameworks import framework
+from tests.harness import oracle, parity
+from tests.harness.frameworks import framework
 
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]
 COUNTS_PL = st.integers(1, 5).flatmap(

@@ -1,8 +1,8 @@
 """The case behind most tests: one call of parallelised experts, compared with one device."""
 
 import hyper_parallel as hp
-from tests import oracle
-from tests.distributed.setting import coordinates, local_part, make_experts, mesh_for, sabotage
+from tests.harness import oracle
+from tests.harness.setting import coordinates, local_part, make_experts, mesh_for, sabotage
 
 
 def errors(context, style, ep, tp, problem, with_scores=True, breaks=()):

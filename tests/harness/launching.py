@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.distributed.pool import free_port
+from tests.harness.pool import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT_S = 200

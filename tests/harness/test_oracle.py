@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests import oracle
+from tests.harness import oracle
 
 PROBLEMS = {
     "uneven": oracle.make_problem(ep=2, num_experts=4, dim=3, hidden=5, rows_per_ep_rank=[7, 4], seed=1),

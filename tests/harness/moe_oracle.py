@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests import oracle
+from tests.harness import oracle
 
 
 @dataclass(frozen=True)

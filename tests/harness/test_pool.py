@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.distributed.pool import ROOT, RankFailure, RankPool
+from tests.harness.pool import ROOT, RankFailure, RankPool
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_ranks_end_with_their_parent_even_in_a_collective(platform, sent, tmp_pa
             sys.executable,
             "-c",
             f"""
-from tests.distributed import test_pool
+from tests.harness import test_pool
 pool = test_pool.RankPool({platform!r}, 2, collective_limit_s=100)
 test_pool.assert_works(pool)
 print(*pool.process_ids, flush=True)

@@ -70,7 +70,7 @@ class Framework:
         return self.tensor(np.asarray(array), "int64")
 
     def loss(self, output: Any, target: Any) -> Any:
-        """The loss of tests/oracle.py."""
+        """The loss of tests/harness/oracle.py."""
         return self.total((output + target) * (output + target)) / 2
 
     def set_parameter(self, module: Any, name: str, array: np.ndarray) -> None:

@@ -4,8 +4,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
-from hyper_parallel.core.expert_parallel.expert_parallel import ExpertParallel
 from hyper_parallel.core.expert_parallel.exchange import DedupExchange, RowsExchange, SplitExchange
+from hyper_parallel.core.expert_parallel.expert_parallel import ExpertParallel
 
 TORCH = (
     "all_reduce",

@@ -41,7 +41,7 @@ class RankFailure(AssertionError):
 @dataclass(frozen=True)
 class RankContext:
     """What a case learns about the rank it runs on; `platform` is the library's name of it, `framework` the adapter of
-    tests/frameworks.py."""
+    tests/harness/frameworks.py."""
 
     platform: str
     rank: int
@@ -176,7 +176,7 @@ class RankPool:
             role = "scheduler" if name == "scheduler" else "rank"
             channel = theirs.fileno()
             handle = subprocess.Popen(
-                [sys.executable, "-u", "-m", "tests.distributed.worker", self.platform, role, str(channel)],
+                [sys.executable, "-u", "-m", "tests.harness.worker", self.platform, role, str(channel)],
                 cwd=ROOT,
                 env=environment,
                 pass_fds=[channel],

@@ -1,4 +1,4 @@
-"""One process of a `RankPool`: `python -m tests.distributed.worker PLATFORM rank|scheduler CHANNEL`."""
+"""One process of a `RankPool`: `python -m tests.harness.worker PLATFORM rank|scheduler CHANNEL`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
-from tests.distributed.pool import RankContext, RankError
-from tests.frameworks import framework
+from tests.harness.frameworks import framework
+from tests.harness.pool import RankContext, RankError
 
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 

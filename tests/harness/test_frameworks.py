@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.oracle import loss, loss_gradient, relative_error
+from tests.harness.oracle import loss, loss_gradient, relative_error
 
 RANDOM = np.random.default_rng(3)
 X, TARGET = RANDOM.integers(-8, 8, (2, 4, 3)) / 4  # exact in float32 too

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from tests import moe_oracle as oracle
-from tests.oracle import relative_error
+from tests.harness import moe_oracle as oracle
+from tests.harness.oracle import relative_error
 
 SETTINGS = {
     "softmax_inside": oracle.Settings(),
