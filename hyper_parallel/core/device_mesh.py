@@ -4,12 +4,18 @@ On torch ``init_device_mesh`` returns torch's own ``DeviceMesh``. A platform wit
 ``DeviceMesh`` below and says how a process group is made. Both behave alike in everything documented here.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from hyper_parallel.core.types import Mesh
 
 __all__ = ["DeviceMesh", "SlicedOnce", "init_device_mesh", "check_mesh"]
 
 
-def init_device_mesh(device_type, mesh_shape, *, mesh_dim_names=None):
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> Mesh:
     """Arrange all ranks in a mesh, row by row: rank = coordinate of the last axis first.
 
     Every rank calls this with the same arguments; it makes the process groups of every axis.
