@@ -6,15 +6,18 @@ the same on both.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-__all__ = ["Tensor", "Module", "Group", "Mesh"]
+__all__ = ["Tensor", "Module", "SameModule", "Group", "Mesh"]
 
 Tensor: TypeAlias = Any
 """``torch.Tensor`` or ``mindspore.Tensor``; parameters and torch's ``DTensor`` too."""
 
 Module: TypeAlias = Any
 """``torch.nn.Module`` or ``mindspore.nn.Cell``."""
+
+SameModule = TypeVar("SameModule")
+"""A module that is given back."""
 
 Group: TypeAlias = Any
 """A process group as a mesh hands it out: torch's ``ProcessGroup``, on MindSpore the group's name."""
