@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.platform.platform import Mesh, Platform
+from hyper_parallel.core.types import Mesh
+from hyper_parallel.platform.platform import Platform
 
 __all__ = ["Axis", "Probe"]
 

@@ -6,15 +6,8 @@ P ranks of a group. A group is whatever the platform's mesh returns from ``get_g
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, TypeAlias
 
-__all__ = ["Group", "Mesh", "Module", "Platform", "Tensor"]
-
-# What these are is the framework's affair; the names say which of its objects is meant.
-Tensor: TypeAlias = Any  # torch.Tensor, mindspore.Tensor
-Module: TypeAlias = Any  # torch.nn.Module, mindspore.nn.Cell
-Mesh: TypeAlias = Any  # torch's DeviceMesh; on MindSpore that of this library
-Group: TypeAlias = Any  # torch: a ProcessGroup; MindSpore: the name of a communication group
+__all__ = ["Platform"]
 
 
 class Platform(ABC):

@@ -5,7 +5,7 @@ import pytest
 from tests.harness import oracle, parity
 
 pytest.importorskip("mindspore")
-from tests.distributed import mindspore_cases as cases  # noqa: E402
+from tests.distributed import mindspore_cases as cases
 
 PROBLEM = oracle.make_problem(2, 4, 6, 8, counts=[[4, 3, 5, 4], [2, 6, 0, 8]])
 TOLERANCE = 1e-5

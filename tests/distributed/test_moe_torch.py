@@ -10,7 +10,7 @@ from tests.harness import moe_oracle as oracle
 from tests.harness.oracle import relative_error
 
 pytest.importorskip("torch")
-from tests.distributed import moe_torch_cases as cases  # noqa: E402
+from tests.distributed import moe_torch_cases as cases
 
 
 @cache

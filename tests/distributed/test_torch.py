@@ -6,7 +6,7 @@ import pytest
 from tests.harness import oracle, parity
 
 pytest.importorskip("torch")
-from tests.distributed import torch_cases as cases  # noqa: E402
+from tests.distributed import torch_cases as cases
 
 PROBLEM = oracle.make_problem(2, 4, 6, 8, counts=[[4, 3, 5, 4], [2, 6, 0, 8]])
 

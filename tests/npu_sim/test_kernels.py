@@ -108,7 +108,7 @@ class HostCopies(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         from_npu = any(isinstance(arg, torch.Tensor) and arg.device.type == "npu" for arg in args)
-        to_host = isinstance(result, (int, float, bool)) or isinstance(result, torch.Tensor) and result.is_cpu
+        to_host = isinstance(result, (int, float, bool)) or (isinstance(result, torch.Tensor) and result.is_cpu)
         if from_npu and to_host:
             self.seen.append(str(function))
         return result

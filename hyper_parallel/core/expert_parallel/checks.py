@@ -5,7 +5,8 @@ Shape suffixes: R rows, E experts, H hidden size, D model size.
 
 from dataclasses import dataclass
 
-from hyper_parallel.platform.platform import Platform, Tensor
+from hyper_parallel.core.types import Tensor
+from hyper_parallel.platform.platform import Platform
 
 __all__ = [
     "ExpertShapes",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_inputs
-from hyper_parallel.platform.platform import Platform, Tensor
+from hyper_parallel.core.types import Tensor
+from hyper_parallel.platform.platform import Platform
 
 __all__ = ["feed_forward", "grouped_experts", "row_groups"]
 

@@ -9,8 +9,9 @@ from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, RowsE
 from hyper_parallel.core.expert_parallel.sharded import Sharded, ShardedExperts
 from hyper_parallel.core.parallel_style import ParallelStyle
 from hyper_parallel.core.placement_types import Placement
+from hyper_parallel.core.types import Mesh, Module, Tensor
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.platform import Mesh, Module, Platform, Tensor
+from hyper_parallel.platform.platform import Platform
 
 __all__ = ["ExpertsStyle"]
 

@@ -5,7 +5,8 @@ Shape suffixes: E experts.
 
 from typing import Any
 
-from hyper_parallel.platform.platform import Mesh, Platform
+from hyper_parallel.core.types import Mesh
+from hyper_parallel.platform.platform import Platform
 
 __all__ = ["update_expert_bias"]
 

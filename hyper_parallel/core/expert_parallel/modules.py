@@ -11,7 +11,8 @@ from typing import Any
 from hyper_parallel.core.expert_parallel import load, moe
 from hyper_parallel.core.expert_parallel.experts import feed_forward, grouped_experts
 from hyper_parallel.core.expert_parallel.router import check_router, route
-from hyper_parallel.platform.platform import Mesh, Platform, Tensor
+from hyper_parallel.core.types import Mesh, Tensor
+from hyper_parallel.platform.platform import Platform
 
 __all__ = ["FeedForwardBase", "GroupedExpertsBase", "MoEBase", "RouterBase"]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, Routing, RowsExchange
 from hyper_parallel.core.expert_parallel.sharded import Caller, ShardedExperts
-from hyper_parallel.platform.platform import Platform, Tensor
+from hyper_parallel.core.types import Tensor
+from hyper_parallel.platform.platform import Platform
 
 __all__ = ["mixture_of_experts"]
 

@@ -5,7 +5,8 @@ Shape suffixes: T tokens, K experts per token, E experts, G groups of experts, D
 
 from typing import Any
 
-from hyper_parallel.platform.platform import Platform, Tensor
+from hyper_parallel.core.types import Tensor
+from hyper_parallel.platform.platform import Platform
 
 __all__ = ["check_router", "route"]
 

@@ -21,7 +21,8 @@ from typing import Any
 
 from hyper_parallel.core.expert_parallel.checks import ExpertShapes, FeedForwardShapes, check_inputs
 from hyper_parallel.core.expert_parallel.exchange import Exchange
-from hyper_parallel.platform.platform import Mesh, Module, Platform, Tensor
+from hyper_parallel.core.types import Mesh, Module, Tensor
+from hyper_parallel.platform.platform import Platform
 
 __all__ = ["DEBUG_VARIABLE", "Caller", "Sharded", "ShardedExperts", "ShardedFeedForward", "debugging"]
 

@@ -15,7 +15,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hyper_parallel.platform.platform import Mesh, Platform, Tensor
+from hyper_parallel.core.types import Mesh, Tensor
+from hyper_parallel.platform.platform import Platform
 
 __all__ = ["Exchange", "LocalInputs", "Places", "Routing"]
 

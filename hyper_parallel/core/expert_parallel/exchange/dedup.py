@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.core.expert_parallel.exchange.base import Exchange, LocalInputs
-from hyper_parallel.platform.platform import Tensor
+from hyper_parallel.core.types import Tensor
 
 __all__ = ["DedupExchange"]
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from hyper_parallel.core.expert_parallel.checks import check_counts
 from hyper_parallel.core.expert_parallel.exchange.base import Exchange, LocalInputs, Routing
-from hyper_parallel.platform.platform import Mesh, Platform, Tensor
+from hyper_parallel.core.types import Mesh, Tensor
+from hyper_parallel.platform.platform import Platform
 
 __all__ = [
     "RowsExchange",

@@ -15,7 +15,7 @@ from hyper_parallel.core.expert_parallel.exchange.rows import (
     splits_by_rank,
     start_counts,
 )
-from hyper_parallel.platform.platform import Tensor
+from hyper_parallel.core.types import Tensor
 
 __all__ = ["SplitExchange"]
 
