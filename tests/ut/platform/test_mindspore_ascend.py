@@ -153,8 +153,9 @@ def test_one_copy_to_the_host(mindspore_pool):
 
 def test_the_choice_is_logged(mindspore_pool):
     message, names = mindspore_pool.run(cases.chosen)[0]
-    assert message == "mindspore, device target CPU: ascend_collectives and ascend_kernels"
-    assert names == [f"hyper_parallel.platform.mindspore.ascend_{name}" for name in ("collectives", "kernels")]
+    rooms = [f"ascend_{room}" for room in ("collectives", "experts", "routing", "rows")]
+    assert message == f"mindspore, device target CPU: {', '.join(rooms)}"
+    assert names == [f"hyper_parallel.platform.mindspore.{room}" for room in rooms]
 
 
 def test_check(mindspore_pool):
