@@ -34,9 +34,13 @@ class Platform(ABC):
         """Whether ``obj`` is a device mesh of this framework."""
 
     @abstractmethod
-    def public_class(self, name):
-        """The framework's class behind a public name: GroupedExperts, MoE, FeedForward, TokenChoiceTopKRouter,
-        DeviceMesh."""
+    def public_object(self, name):
+        """What a public name stands for: the classes GroupedExperts, MoE, FeedForward, TokenChoiceTopKRouter and
+        DeviceMesh; ``ops_to_save``, where the framework can keep single operators in recomputation.
+
+        Raises:
+            AttributeError: the framework has no such thing, with words why.
+        """
 
     # Modules
 

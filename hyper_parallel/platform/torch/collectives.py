@@ -23,7 +23,11 @@ __all__ = [
     "ReduceFromGroup",
     "SplitOverGroup",
     "GatherFromGroup",
+    "ops_to_save",
 ]
+
+# For the policy of torch's selective checkpointing: results that it keeps, so that recomputation sends nothing again.
+ops_to_save = [compat.ALL_TO_ALL]
 
 
 # Long against the time that a thread waits for a crowded core.
