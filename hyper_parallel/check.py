@@ -15,12 +15,14 @@ import os
 import platform as python
 import sys
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 import hyper_parallel as hp
 from hyper_parallel.core.expert_parallel.expert_parallel import DEBUG_VARIABLE
+from hyper_parallel.core.types import Mesh, Tensor
 from hyper_parallel.platform import VARIABLE, get_platform, set_platform
 from hyper_parallel.self_test import OPERATIONS, TOLERANCE, Axis, Bench, parity_errors, run_operation
 
@@ -29,7 +31,7 @@ __all__ = ["main"]
 RIGHT, WRONG = 1.0, 2.0
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the check; returns the exit code.
 
     Args:
@@ -45,7 +47,7 @@ def main(argv=None):
         return 1
 
 
-def _parser():
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hyper_parallel.check", description=__doc__.splitlines()[0])
     parser.add_argument("--ep", type=int, help="ranks over which experts are split (default: all that tp leaves)")
     parser.add_argument("--tp", type=int, help="ranks that share an expert (default: 2 on an even number from 4, or 1)")
@@ -54,7 +56,7 @@ def _parser():
     return parser
 
 
-def _check(options):
+def _check(options: argparse.Namespace) -> int:
     _choose_platform(options.platform)
     session = importlib.import_module(f"hyper_parallel.platform.{get_platform().name}.session")
     device_type = options.device or session.default_device_type()
@@ -66,7 +68,7 @@ def _check(options):
             session.leave()
 
 
-def _choose_platform(name):
+def _choose_platform(name: str | None) -> None:
     """Follow the launcher, unless the user said which: both frameworks may be installed."""
     if name is None and not os.environ.get(VARIABLE):
         launchers = {"MS_ROLE": "mindspore", "RANK_TABLE_FILE": "mindspore", "WORLD_SIZE": "torch"}
@@ -75,18 +77,18 @@ def _choose_platform(name):
         set_platform(name)
 
 
-def _rank_from_environment():
+def _rank_from_environment() -> str:
     return os.environ.get("RANK") or os.environ.get("RANK_ID") or "?"
 
 
-def _run(bench, options):
+def _run(bench: Bench, options: argparse.Namespace) -> int:
     """The check on this rank, once communication is there; returns the exit code."""
     num_ranks = bench.platform.world_size(bench.device_type)
     ep, tp = _degrees(options.ep, options.tp, num_ranks)
     mesh = hp.init_device_mesh(bench.device_type, (ep, tp), mesh_dim_names=("ep", "tp"))
     world = hp.init_device_mesh(bench.device_type, (num_ranks,), mesh_dim_names=("world",))
     ranks = np.arange(num_ranks).reshape(ep, tp)
-    ep_rank, tp_rank = mesh.get_coordinate()
+    ep_rank, tp_rank = mesh.get_local_rank("ep"), mesh.get_local_rank("tp")
     ep_axis = Axis("ep", mesh["ep"], tuple(ranks[:, tp_rank].tolist()), ep_rank)
     tp_axis = Axis("tp", mesh["tp"], tuple(ranks[ep_rank].tolist()), tp_rank)
     everyone = Axis("all", world, tuple(range(num_ranks)), world.get_local_rank())
@@ -107,23 +109,23 @@ def _run(bench, options):
     return 0 if right else 1
 
 
-def _degrees(ep, tp, num_ranks):
+def _degrees(ep: int | None, tp: int | None, num_ranks: int) -> tuple[int, int]:
     """The missing ones of ep and tp, so that all ranks are used."""
-    if ep is None and tp is None:
-        tp = 2 if num_ranks % 2 == 0 and num_ranks > 2 else 1
+    if not tp:
+        without_ep = 2 if num_ranks % 2 == 0 and num_ranks > 2 else 1
+        tp = max(1, num_ranks // ep) if ep else without_ep
     ep = ep or max(1, num_ranks // tp)
-    tp = tp or max(1, num_ranks // ep)
     if ep * tp != num_ranks:
         raise ValueError(f"ep {ep} x tp {tp} takes {ep * tp} ranks, but {num_ranks} are running")
     return ep, tp
 
 
-def _description(bench):
+def _description(bench: Bench) -> dict[str, str]:
     own = {"hyper_parallel": hp.__version__, "python": python.python_version(), "numpy": np.__version__}
     return {**own, **bench.session.description(bench.device_type)}
 
 
-def _groups(ranks):
+def _groups(ranks: np.ndarray) -> dict[str, str]:
     """Words on the mesh of ``ranks`` [ep, tp]."""
     words = {"mesh": f"ep {ranks.shape[0]} x tp {ranks.shape[1]}"}
     for name, groups in (("groups of ep", ranks.T.tolist()), ("groups of tp", ranks.tolist())):
@@ -142,13 +144,13 @@ class _Finding:
     is_error: bool = False
 
 
-def _versions(description):
+def _versions(description: dict[str, str]) -> _Finding:
     text = "; ".join(f"{name} {words}" for name, words in description.items())
     # 24 bits of it, which a float32 carries exactly.
     return _Finding("same versions and device", True, float(zlib.crc32(text.encode()) & 0xFFFFFF))
 
 
-def _collectives(bench, axes):
+def _collectives(bench: Bench, axes: Sequence[Axis]) -> list[_Finding]:
     return [
         _Finding(f"{operation}, {axis.name}", _explained(axis.rank, run_operation(operation, bench, axis)))
         for operation in OPERATIONS
@@ -156,7 +158,7 @@ def _collectives(bench, axes):
     ]
 
 
-def _parity(bench, mesh):
+def _parity(bench: Bench, mesh: Mesh) -> list[_Finding]:
     findings, rank = [], mesh.get_local_rank("ep") * mesh.size(1) + mesh.get_local_rank("tp")
     for dtype in bench.session.float_types(bench.device_type):
         limit = TOLERANCE[dtype]
@@ -166,7 +168,7 @@ def _parity(bench, mesh):
     return findings
 
 
-def _explained(rank, wrong):
+def _explained(rank: int, wrong: str | None) -> bool:
     if wrong:
         print(f"hyper_parallel.check: rank {rank}: {wrong}", file=sys.stderr, flush=True)
     return not wrong
@@ -175,14 +177,14 @@ def _explained(rank, wrong):
 class _Report:
     """Brings the findings of all ranks together, and prints them on rank 0."""
 
-    def __init__(self, bench, everyone):
+    def __init__(self, bench: Bench, everyone: Axis) -> None:
         self._bench, self._everyone = bench, everyone
 
-    def say(self, *lines):
+    def say(self, *lines: str) -> None:
         if self._everyone.position == 0:
             print("\n".join(lines), flush=True)
 
-    def show(self, title, findings):
+    def show(self, title: str, findings: Sequence[_Finding]) -> bool:
         """Print a table; whether every rank found everything right. Every rank gets the same answer."""
         rights, numbers, arrived = self.exchange(findings)
         self.say("", title)
@@ -200,15 +202,15 @@ class _Report:
             self.say(f"  what {_named(np.flatnonzero(~arrived))} found did not arrive")
         return bool(arrived.all() and rights.all())
 
-    def exchange(self, findings):
+    def exchange(self, findings: Sequence[_Finding]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What all ranks found: whether right [P, C], numbers [P, C], and whether a rank's findings arrived [P].
 
         The collectives that carry the findings are those under test. So they go two ways, and a row counts only if it
         says whose it is and holds nothing but verdicts: zeros or another rank's row are no findings.
         """
         place, num_ranks, group = self._everyone.position, len(self._everyone.ranks), self._everyone.mesh.get_group()
-        own = [1.0 + place, *(RIGHT if finding.right else WRONG for finding in findings)]
-        own = np.asarray([*own, *(finding.number for finding in findings)], np.float32)
+        verdicts = [RIGHT if finding.right else WRONG for finding in findings]
+        own = np.asarray([1.0 + place, *verdicts, *(finding.number for finding in findings)], np.float32)
         one_of_all = np.zeros((num_ranks, len(own)), np.float32)
         one_of_all[place] = own
         ones = (1,) * num_ranks
@@ -221,17 +223,17 @@ class _Report:
         arrived = np.zeros(num_ranks, bool)
         for way in (summed, sent):
             values = self._bench.array(way)
-            verdicts = values[:, 1 : 1 + len(findings)]
-            valid = (values[:, 0] == 1 + np.arange(num_ranks)) & np.isin(verdicts, (RIGHT, WRONG)).all(axis=1)
+            judged = np.isin(values[:, 1 : 1 + len(findings)], (RIGHT, WRONG)).all(axis=1)
+            valid = (values[:, 0] == 1 + np.arange(num_ranks)) & judged
             rows[valid & ~arrived] = values[valid & ~arrived]
             arrived |= valid
         return rows[:, 1 : 1 + len(findings)] == RIGHT, rows[:, 1 + len(findings) :], arrived
 
-    def _tensor(self, values):
+    def _tensor(self, values: np.ndarray) -> Tensor:
         return self._bench.session.tensor(values, "float32", self._bench.device_type)
 
 
-def _named(ranks):
+def _named(ranks: np.ndarray) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(str(rank) for rank in ranks)}"
 
 

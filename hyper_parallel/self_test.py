@@ -8,14 +8,18 @@ rank r sends r * 100 + 1, r * 100 + 2, ..., so that a value says where it comes 
 Shape suffixes: P ranks of a group, R rows, E experts, D model size, H hidden size.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from hyper_parallel.core.dtensor import distribute_tensor
 from hyper_parallel.core.expert_parallel import ExpertTensorParallel
 from hyper_parallel.core.placement_types import Replicate, Shard
+from hyper_parallel.core.types import Mesh, Tensor
+from hyper_parallel.platform.platform import Platform
 
 __all__ = ["Bench", "Axis", "OPERATIONS", "run_operation", "TOLERANCE", "QUANTITIES", "parity_errors"]
 
@@ -33,19 +37,19 @@ class Bench:
         platform: the verbs. session: the module of that name of the platform. device_type: "cpu", "npu", ...
     """
 
-    platform: Any
+    platform: Platform
     session: Any
     device_type: str
 
-    def rows(self, values, width):
+    def rows(self, values: npt.ArrayLike, width: int) -> Tensor:
         """[len(values), width]: each value fills a row. float32, which every backend takes."""
         values = np.repeat(np.asarray(values, np.float32)[:, None], width, axis=1)
         return self.session.tensor(values, "float32", self.device_type)
 
-    def int_tensor(self, values):
+    def int_tensor(self, values: npt.ArrayLike) -> Tensor:
         return self.session.tensor(np.asarray(values, np.int64), "int64", self.device_type)
 
-    def array(self, tensor):
+    def array(self, tensor: Tensor) -> np.ndarray:
         return self.session.array(tensor)
 
 
@@ -59,16 +63,16 @@ class Axis:
     """
 
     name: str
-    mesh: Any
-    ranks: tuple
+    mesh: Mesh
+    ranks: tuple[int, ...]
     position: int
 
     @property
-    def rank(self):
+    def rank(self) -> int:
         return self.ranks[self.position]
 
 
-def run_operation(operation, bench, axis):
+def run_operation(operation: str, bench: Bench, axis: Axis) -> str | None:
     """None if ``operation`` gave on this rank what it must, or what was wrong, in words.
 
     Args:
@@ -80,7 +84,7 @@ def run_operation(operation, bench, axis):
     return next((f"{operation} over {axis.name}, ranks {list(axis.ranks)}: {words}" for words in differences), None)
 
 
-def _difference(received, expected, sources):
+def _difference(received: npt.ArrayLike, expected: npt.ArrayLike, sources: npt.ArrayLike) -> str | None:
     """What is wrong unless the rows of ``received`` [R, D] hold ``expected`` [R], from the ranks ``sources`` [R]."""
     received, expected = np.asarray(received, np.float64), np.asarray(expected, np.float64)
     if len(received) != len(expected):
@@ -101,10 +105,11 @@ def _difference(received, expected, sources):
     )
 
 
-# Each operation returns its results: (received, expected, source ranks), row by row.
+# What an operation returns, several times: (received, expected, source ranks), row by row.
+Result: TypeAlias = tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
 
 
-def _exchange_counts(bench, axis, name):
+def _exchange_counts(bench: Bench, axis: Axis, name: str) -> Sequence[Result]:
     num_ranks = len(axis.ranks)
     counts = bench.int_tensor([axis.rank * 100 + i + 1 for i in range(2 * num_ranks)])
     arriving = bench.platform.start_counts_exchange(counts, axis.mesh.get_group(), name)
@@ -113,20 +118,20 @@ def _exchange_counts(bench, axis, name):
     return [(received, expected, np.repeat(axis.ranks, 2))]
 
 
-def _exchange_rows(bench, axis, name):
+def _exchange_rows(bench: Bench, axis: Axis, name: str) -> Sequence[Result]:
     """Every rank sends 0, 1 or 2 rows to each."""
     places = np.arange(len(axis.ranks))
     return _all_to_all(bench, axis, name, (places[:, None] + 2 * places + 1) % 3)
 
 
-def _exchange_to_first(bench, axis, name):
+def _exchange_to_first(bench: Bench, axis: Axis, name: str) -> Sequence[Result]:
     """All rows go to the first rank: the others receive nothing, and it receives unequal numbers."""
     counts_PP = np.zeros((len(axis.ranks),) * 2, np.int64)
     counts_PP[:, 0] = 3 + np.arange(len(axis.ranks))
     return _all_to_all(bench, axis, name, counts_PP)
 
 
-def _all_to_all(bench, axis, name, counts_PP):
+def _all_to_all(bench: Bench, axis: Axis, name: str, counts_PP: np.ndarray) -> Sequence[Result]:
     """Send ``counts_PP[s, t]`` rows from place s to place t."""
     send, receive = counts_PP[axis.position].tolist(), counts_PP[:, axis.position].tolist()
     starts = counts_PP[:, : axis.position].sum(axis=1)
@@ -139,7 +144,7 @@ def _all_to_all(bench, axis, name, counts_PP):
     return results
 
 
-def _all_reduce(bench, axis, name):
+def _all_reduce(bench: Bench, axis: Axis, name: str) -> Sequence[Result]:
     results = []
     for width in WIDTHS:
         rows = bench.rows([axis.rank * 100 + i + 1 for i in range(3)], width)
@@ -150,13 +155,13 @@ def _all_reduce(bench, axis, name):
     return results
 
 
-def _broadcast(bench, axis, name):
+def _broadcast(bench: Bench, axis: Axis, name: str) -> Sequence[Result]:
     rows = bench.rows([axis.rank * 100 + i + 1 for i in range(3)], WIDTHS[0])
     copy = distribute_tensor(rows, axis.mesh, [Replicate()]).to_local()
     return [(bench.array(copy), [axis.ranks[0] * 100 + i + 1 for i in range(3)], [axis.ranks[0]] * 3)]
 
 
-def _scatter_and_gather(bench, axis, name):
+def _scatter_and_gather(bench: Bench, axis: Axis, name: str) -> Sequence[Result]:
     """How weights are laid out and put together again."""
     num_rows = 2 * len(axis.ranks)
     rows = bench.rows([axis.rank * 100 + i + 1 for i in range(num_rows)], WIDTHS[0])
@@ -170,7 +175,7 @@ def _scatter_and_gather(bench, axis, name):
     ]
 
 
-OPERATIONS = {
+OPERATIONS: dict[str, Callable[[Bench, Axis, str], Sequence[Result]]] = {
     "all-to-all of counts": _exchange_counts,
     "all-to-all of rows": _exchange_rows,
     "all-to-all to one rank": _exchange_to_first,
@@ -180,13 +185,13 @@ OPERATIONS = {
 }
 
 
-def parity_errors(bench, mesh, dtype):
+def parity_errors(bench: Bench, mesh: Mesh, dtype: str) -> dict[str, float]:
     """Relative errors, by ``QUANTITIES``, of experts over the mesh ``("ep", "tp")`` against one device.
 
     Both are the same framework's ``GroupedExperts``, so that only what is parallel about them differs.
     """
     ep, tp = mesh.size(0), mesh.size(1)
-    ep_rank, tp_rank = mesh.get_coordinate()
+    ep_rank, tp_rank = mesh.get_local_rank(0), mesh.get_local_rank(1)
     problem = _problem(ep, tp)
     whole = _evaluate(bench, problem, range(ep), dtype)
     mine = _evaluate(bench, problem, [ep_rank], dtype, mesh)
@@ -200,7 +205,7 @@ def parity_errors(bench, mesh, dtype):
     return dict(zip(QUANTITIES, [*errors, max(per_weight)]))
 
 
-def _problem(ep, tp):
+def _problem(ep: int, tp: int) -> dict[str, Any]:
     """Weights, and rows and scores per ep rank and expert: uneven, and expert 1 has none."""
     random = np.random.default_rng(0)
     num_experts, dim, hidden_dim = 2 * ep, 32, 32 * tp
@@ -216,7 +221,9 @@ def _problem(ep, tp):
     }
 
 
-def _evaluate(bench, problem, ep_ranks, dtype, mesh=None):
+def _evaluate(
+    bench: Bench, problem: dict[str, Any], ep_ranks: Sequence[int], dtype: str, mesh: Mesh | None = None
+) -> tuple[Any, ...]:
     """Output and gradients for the rows of some ep ranks, sorted by expert; on one device without a mesh."""
     num_experts, hidden_dim, dim = problem["weights"]["w1"].shape
     experts = bench.platform.public_class("GroupedExperts")(dim, hidden_dim, num_experts)
@@ -230,7 +237,7 @@ def _evaluate(bench, problem, ep_ranks, dtype, mesh=None):
     ]
     inputs = [bench.session.tensor(values, dtype, bench.device_type) for values in inputs]
 
-    def function(rows, scores):
+    def function(rows: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         output = experts(rows, counts, scores)
         return (output * output).sum(), output
 
@@ -238,7 +245,7 @@ def _evaluate(bench, problem, ep_ranks, dtype, mesh=None):
     return output, *of_inputs, of_weights
 
 
-def _relative_error(actual, expected):
+def _relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Not finite numbers, and numbers in place of nothing, are infinitely wrong."""
     if actual.shape != expected.shape or not np.isfinite(actual).all():
         return float("inf")
