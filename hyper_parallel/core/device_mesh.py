@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hyper_parallel.core.types import Group, Mesh
 
-__all__ = ["DeviceMesh", "SlicedOnce", "init_device_mesh", "check_mesh"]
+__all__ = ["DeviceMesh", "check_mesh", "init_device_mesh"]
 
 
 def init_device_mesh(
@@ -158,22 +158,6 @@ class DeviceMesh:
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceMesh":
         # A mesh stands for running process groups: a copied module goes on using the same ones.
         return self
-
-
-class SlicedOnce:
-    """A mesh that keeps its slices: torch builds a new mesh for each, which is too slow for every call of a layer."""
-
-    def __init__(self, device_mesh: Mesh) -> None:
-        self._device_mesh = device_mesh
-        self._slices: dict[str | tuple[str, ...], Mesh] = {}
-
-    def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
-        if names not in self._slices:
-            self._slices[names] = self._device_mesh[names]
-        return self._slices[names]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._device_mesh, name)
 
 
 def check_mesh(device_mesh: Mesh, names: tuple[str, ...], style: str) -> None:

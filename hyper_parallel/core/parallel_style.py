@@ -1,5 +1,6 @@
 """What a parallel style is, and the ways to apply styles to modules."""
 
+import dataclasses
 import difflib
 import functools
 from abc import ABC, abstractmethod
@@ -86,8 +87,11 @@ def parallelize_module(module: SameModule, device_mesh: Mesh, plan: Plan) -> Sam
     for name, target, style, mesh in steps:
         if isinstance(style, ParallelStyle):
             _validate_named(style, name, target, mesh)
-    for _, target, style, mesh in steps:
+    for name, target, style, mesh in steps:
         style._apply(target, mesh)
+        sharded = platform.sharded(target)
+        if name and sharded is not None:
+            platform.wrap_forward(target, dataclasses.replace(sharded, name=name))
     return module
 
 

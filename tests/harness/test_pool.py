@@ -11,6 +11,8 @@ import pytest
 
 from tests.harness.pool import ROOT, RankFailure, RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def small_pool(platform):
