@@ -155,6 +155,8 @@ class MoEBase:
     """
 
     platform: Platform
+    tokens_per_expert: Tensor
+    expert_bias: Tensor | None
     # The platform's other modules.
     router_class: type
     experts_class: type

@@ -1,9 +1,10 @@
 """The public modules for MindSpore: parameters, buffers, and ``construct``. The rest is in ``core.expert_parallel``."""
 
 import math
+from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, mint, nn
+from mindspore import Parameter, Tensor, mint, nn
 from mindspore.common.initializer import Uniform, initializer
 
 from hyper_parallel.core.expert_parallel.modules import FeedForwardBase, GroupedExpertsBase, MoEBase, RouterBase
@@ -15,10 +16,10 @@ __all__ = ["FeedForward", "GroupedExperts", "MoE", "TokenChoiceTopKRouter"]
 class _Linear(nn.Dense):
     """A linear layer without bias that takes no rows too: MindSpore's CPU product over none returns leftovers."""
 
-    def __init__(self, in_features, out_features):
+    def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, has_bias=False)
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         if 0 in x.shape:
             return experts.LinearOfNoRows.apply(x, self.weight)
         return super().construct(x)
@@ -29,7 +30,7 @@ class GroupedExperts(GroupedExpertsBase, nn.Cell):
     platform = PLATFORM
     construct = GroupedExpertsBase.run
 
-    def _weight(self, name, num_experts, out_features, in_features):
+    def _weight(self, name: str, num_experts: int, out_features: int, in_features: int) -> Parameter:
         bound = 1 / math.sqrt(in_features)
         shape = (num_experts, out_features, in_features)
         return Parameter(initializer(Uniform(bound), shape, ms.float32), name=name)
@@ -40,7 +41,7 @@ class FeedForward(FeedForwardBase, nn.Cell):
     platform = PLATFORM
     construct = FeedForwardBase.run
 
-    def _linear(self, in_features, out_features):
+    def _linear(self, in_features: int, out_features: int) -> _Linear:
         return _Linear(in_features, out_features)
 
 
@@ -49,7 +50,7 @@ class TokenChoiceTopKRouter(RouterBase, nn.Cell):
     platform = PLATFORM
     construct = RouterBase.run
 
-    def _linear(self, in_features, out_features):
+    def _linear(self, in_features: int, out_features: int) -> _Linear:
         return _Linear(in_features, out_features)
 
 
@@ -59,10 +60,10 @@ class MoE(MoEBase, nn.Cell):
     construct = MoEBase.run
     router_class, experts_class, feed_forward_class = TokenChoiceTopKRouter, GroupedExperts, FeedForward
 
-    def _make_buffers(self, num_experts):
+    def _make_buffers(self, num_experts: int) -> None:
         self.tokens_per_expert = _buffer("tokens_per_expert", num_experts, ms.int64)
         self.expert_bias = None if self.bias_update_rate is None else _buffer("expert_bias", num_experts, ms.float32)
 
 
-def _buffer(name, size, dtype):
+def _buffer(name: str, size: int, dtype: Any) -> Parameter:
     return Parameter(mint.zeros((size,), dtype=dtype), name=name, requires_grad=False)
