@@ -26,8 +26,9 @@ __all__ = [
     "ops_to_save",
 ]
 
-# For the policy of torch's selective checkpointing: results that it keeps, so that recomputation sends nothing again.
 ops_to_save = [compat.ALL_TO_ALL]
+"""Operators for the policy of torch's selective checkpointing: with their results kept, recomputation sends no tokens
+again."""
 
 
 # Long against the time that a thread waits for a crowded core.
