@@ -91,9 +91,9 @@ def test_readmes_show_the_same_code():
 
 
 def test_index_arithmetic_example_holds():
-    blocks = fenced_blocks(ROOT / "docs" / "expert_parallel.md", "python")
+    blocks = fenced_blocks(ROOT / "docs" / "architecture.md", "python")
     (example,) = [block for block in blocks if block.startswith("# Runs in one process")]
-    exec(compile(example, "docs/expert_parallel.md", "exec"), {})
+    exec(compile(example, "docs/architecture.md", "exec"), {})
 
 
 def test_architecture_lists_every_verb_of_a_platform():
