@@ -14,6 +14,7 @@ from hyper_parallel.platform.platform import Platform
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [path for where in ("README*.md", "docs/*.md", "platform/*/README.md") for path in sorted(ROOT.glob(where))]
 FRAMEWORKS = {"torch", "mindspore"}
+REFERENCE_ENTRY = r"^::: hyper_parallel\.(\S+)\n(?:    options:\n      heading: (\w+)\n)?"
 
 
 def name_of(path):
@@ -75,6 +76,17 @@ def test_python_blocks_compile_and_import_public_names(document):
     for block in fenced_blocks(document, "python"):
         compile(block, name_of(document), "exec")
         assert set(names_imported_from_us(block)) <= set(hyper_parallel.__all__)
+
+
+def test_the_reference_has_every_public_name():
+    reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    listed = {heading or path.split(".")[-1] for path, heading in re.findall(REFERENCE_ENTRY, reference, re.M)}
+    assert listed == set(hyper_parallel.__all__)
+
+
+def test_the_site_shows_every_page_of_docs():
+    navigation = (ROOT / "docs" / "site" / "mkdocs.yml").read_text(encoding="utf-8")
+    assert not [path.name for path in ROOT.glob("docs/*.md") if f" docs/{path.name}\n" not in navigation]
 
 
 def test_readme_shows_an_example_per_framework():
