@@ -120,6 +120,10 @@ class Platform(ABC):
         """
 
     @abstractmethod
+    def int_tensors(self, arrays, like):
+        """``int_tensor`` of each of several 1-D arrays, in one copy to the device."""
+
+    @abstractmethod
     def made_by_host(self, tensor) -> bool:
         """Whether ``int_tensor`` made the tensor."""
 
@@ -202,6 +206,10 @@ class Platform(ABC):
     @abstractmethod
     def nonzero(self, x, num_nonzero):
         """Positions int64 of the entries of a flat [N] that are not 0, ascending; ``num_nonzero`` is their number."""
+
+    @abstractmethod
+    def floor_divide(self, x, divisor):
+        """``x // divisor`` of an int64 tensor without negative values, all below 2**31, and a positive int."""
 
     @abstractmethod
     def to_int(self, x):
