@@ -145,6 +145,10 @@ class Platform(ABC):
         """
 
     @abstractmethod
+    def int_tensors(self, arrays: Sequence[Any], like: Tensor) -> list[Tensor]:
+        """``int_tensor`` of each of several 1-D arrays, in one copy to the device."""
+
+    @abstractmethod
     def made_by_host(self, tensor: Tensor) -> bool:
         """Whether ``int_tensor`` made the tensor."""
 
@@ -235,6 +239,10 @@ class Platform(ABC):
     @abstractmethod
     def nonzero(self, x: Tensor, num_nonzero: int) -> Tensor:
         """Positions int64 of the entries of a flat [N] that are not 0, ascending; ``num_nonzero`` is their number."""
+
+    @abstractmethod
+    def floor_divide(self, x: Tensor, divisor: int) -> Tensor:
+        """``x // divisor`` of an int64 tensor without negative values, all below 2**31, and a positive int."""
 
     @abstractmethod
     def to_int(self, x: Tensor) -> Tensor:

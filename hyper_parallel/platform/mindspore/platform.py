@@ -95,6 +95,9 @@ class MindSporePlatform(Platform):
     def int_tensor(self, values, like):
         return host.int_tensor(values)
 
+    def int_tensors(self, arrays, like):
+        return [host.int_tensor(values) for values in arrays]
+
     def made_by_host(self, tensor):
         return host.made_by_host(tensor)
 
@@ -144,6 +147,9 @@ class MindSporePlatform(Platform):
 
     def nonzero(self, x, num_nonzero):
         return device.routing().nonzero(x, num_nonzero)
+
+    def floor_divide(self, x, divisor):
+        return x // divisor
 
     def to_int(self, x):
         return x.astype(ms.int64)
