@@ -2,8 +2,8 @@
 
 These are the formulas of docs/performance.md. The planner, the benchmark and the document use them from here, and
 tests hold them against real ranks. Letters: T tokens of one (dp, ep) coordinate, K experts per token, E experts, D
-model size, H hidden size of an expert, M tokens sent where each is sent once, b bytes per number. Routing is balanced, all
-choices of experts equally likely, where nothing else is said.
+model size, H hidden size of an expert, M tokens sent where each is sent once, b bytes per number. Routing is balanced,
+all choices of experts equally likely, where nothing else is said.
 """
 
 from __future__ import annotations
@@ -219,16 +219,21 @@ def kept_bytes(layer: MoELayer, bare: bool = False) -> int:
     orders = 2 * INDEX_BYTES * rows if reordered else 0
     if bare:
         return gate_and_up + orders + (at_experts if moved else 0)
-    # Router: probabilities [T, E], the ids, scores, and the two orders of the tokens' rows.
+    # Router: probabilities [T, E], the ids, the counts, and the two orders of the tokens' rows.
     share = layer.rows // layer.tp if layer.splits else layer.rows
-    router = layer.num_tokens * layer.num_experts * SCORE_BYTES + INDEX_BYTES * layer.rows + 2 * INDEX_BYTES * share
-    scores = SCORE_BYTES * rows
+    router = SCORE_BYTES * layer.num_tokens * layer.num_experts + INDEX_BYTES * (layer.rows + layer.num_experts)
+    kept = at_experts + gate_and_up + SCORE_BYTES * rows + router + shared_kept_bytes(layer)
     if layer.dedups:
-        # Positions of the sent tokens; of the arrived ones the order with its whole sort; the tokens of rows, twice.
-        arrived = round(layer.sent_tokens * layer.arriving)
-        orders = INDEX_BYTES * (layer.sent_tokens + arrived * layer.top_k + 2 * rows)
-        router -= 2 * INDEX_BYTES * layer.rows
-    return at_experts + gate_and_up + orders + router + scores + shared_kept_bytes(layer)
+        return kept + _kept_for_copies(layer)
+    return kept + orders + 2 * INDEX_BYTES * share
+
+
+def _kept_for_copies(layer: MoELayer) -> int:
+    """Where a token travels once: positions of the sent tokens; of the arrived ones the order, with its whole sort; the
+    tokens of the rows, twice; and the outputs of both sums of rows into tokens, which torch's ``index_add`` keeps."""
+    rows, arrived = layer.arriving_rows, round(layer.sent_tokens * layer.arriving)
+    indices = layer.sent_tokens + arrived * layer.top_k + 2 * rows
+    return INDEX_BYTES * indices + (rows + layer.sent_tokens) * layer.dim * layer.itemsize
 
 
 def shared_kept_bytes(layer: MoELayer) -> int:

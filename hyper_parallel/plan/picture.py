@@ -22,6 +22,7 @@ PARTS = {
     "time": ("experts", "elementwise", "dense", "ep", "tp", "dp"),
     "memory": ("parameters", "gradients", "optimizer", "activations", "buffers"),
 }
+FARTHEST = 5  # Plans that take more than so many times the best's time, or a device's memory, are not on the map.
 SHADES = ("#34495e", "#95a5a6", "#d5b942", "#1b6ca8", "#c0392b", "#1e8449")
 
 
@@ -74,34 +75,32 @@ def _distinct(plans: Sequence[Plan], number: int) -> list[Plan]:
 
 
 def _map(axes, request: Request, plans: Sequence[Plan]) -> None:
+    limit = request.cluster.memory_bytes
+    shown = [p for p in plans if p.time.total <= FARTHEST * plans[0].time.total and p.memory.total <= FARTHEST * limit]
+    shown = shown or list(plans)
     for style, colour in COLOURS.items():
         for recompute, marker in MARKERS.items():
-            points = [
-                (p.time.total, p.memory.total / 1e9) for p in plans if (p.style, p.recompute) == (style, recompute)
-            ]
+            points = [_point(p) for p in shown if (p.style, p.recompute) == (style, recompute)]
             if points:
-                label = style if recompute == "none" else None
-                axes.scatter(*zip(*points), s=22, color=colour, marker=marker, alpha=0.7, label=label, linewidths=0)
-    front = pareto_front(plans)
-    axes.plot(
-        [p.time.total for p in front],
-        [p.memory.total / 1e9 for p in front],
-        color="black",
-        linewidth=1,
-        label="Pareto front",
+                axes.scatter(*zip(*points), s=26, color=colour, marker=marker, alpha=0.75, linewidths=0)
+        axes.scatter([], [], s=26, color=colour, label=style)
+    axes.plot(*zip(*map(_point, pareto_front(shown))), color="black", linewidth=1, label="Pareto front", zorder=0)
+    axes.axhline(limit / 1e9, color="black", linestyle="--", linewidth=1, label="memory of a device")
+    axes.annotate(
+        "best", _point(plans[0]), textcoords="offset points", xytext=(-14, -16), arrowprops={"arrowstyle": "-"}
     )
-    axes.axhline(
-        request.cluster.memory_bytes / 1e9, color="black", linestyle="--", linewidth=1, label="memory of a device"
-    )
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="seconds a step",
-        ylabel="GB a rank",
-        title="recompute: none o, moe square, full triangle",
-    )
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
+    axes.set(xscale="log", yscale="log", xlabel="seconds a step", ylabel="GB a rank")
+    axes.set_title("recompute: none (dot), moe (square), full (triangle)", fontsize=9)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
+        axis.set_tick_params(which="minor", labelsize=7)
+    axes.legend(fontsize=7, loc="lower right")
+    axes.grid(alpha=0.3, which="both")
+
+
+def _point(one: Plan) -> tuple[float, float]:
+    return one.time.total, one.memory.total / 1e9
 
 
 def _bars(axes, labels: Sequence[str], values: Sequence[Sequence[float]], parts: Sequence[str], title: str) -> None:

@@ -216,4 +216,3 @@ def debug_digests(context, ep, tp, problem):
         return None
     finally:
         del os.environ["HYPER_PARALLEL_DEBUG"]
-
