@@ -1,8 +1,9 @@
 # make demo    train a small MoE language model with ETP and compare it with one device   (PLATFORM=torch|mindspore|both)
 # make test    all tests, on both frameworks
 # make test-npu-sim    tests of the Ascend path with CANN stood in for (part of make test)
+# make lint    style, format and types (part of make test)
 # make bench   speed beside TorchTitan and the machine's limit
-# Each makes its own .venv when needed.
+# Each makes its own .venv when needed, with the tested releases of platform/<name>/requirements.txt.
 
 PLATFORM ?= both
 PLATFORMS := $(if $(filter both,$(PLATFORM)),torch mindspore,$(PLATFORM))
@@ -22,16 +23,17 @@ test: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-test $(VENV)/with-p
 
 lint: $(VENV)/with-test
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # One stamp per extra, so that a framework is installed only when something needs it.
-$(VENV)/with-examples: setup.py | $(VENV)/bin/python
+$(VENV)/with-examples: pyproject.toml | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet --editable '.[examples]'
 	touch $@
 
-$(VENV)/with-test: setup.py | $(VENV)/bin/python
+$(VENV)/with-test: pyproject.toml | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet --editable '.[test]'
 	touch $@
 
@@ -40,8 +42,8 @@ $(VENV)/with-peer: | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet --no-deps torchtitan==0.2.2
 	touch $@
 
-$(VENV)/with-%: platform/%/requirements.txt setup.py | $(VENV)/with-examples
-	$(RUN) -m pip install --quiet --editable '.[$*]'
+$(VENV)/with-%: platform/%/requirements.txt pyproject.toml | $(VENV)/with-examples
+	$(RUN) -m pip install --quiet --requirement $< --editable '.[$*]'
 	touch $@
 
 bench: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-peer

@@ -1,49 +1,66 @@
 """Expert Tensor Parallelism for Mixture-of-Experts models on MindSpore and PyTorch.
 
-Importing this package imports neither framework. Names are resolved when they are first asked for; the modules
-(``GroupedExperts``, ``MoE``, ``FeedForward``, ``TokenChoiceTopKRouter``) and ``DeviceMesh`` are those of the platform
-in use at that moment, see :func:`get_platform`.
+Importing this package imports neither framework. The modules (``GroupedExperts``, ``MoE``, ``FeedForward``,
+``TokenChoiceTopKRouter``) and ``DeviceMesh`` are looked up when they are first asked for; they are those of the
+platform in use at that moment, see :func:`get_platform`. Type checkers and editors are shown PyTorch's modules, which
+take the same arguments as MindSpore's, and for ``DeviceMesh`` what the meshes of both can do.
 """
 
-import importlib
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.device_mesh import init_device_mesh
+from hyper_parallel.core.dtensor import distribute_module, distribute_tensor
+from hyper_parallel.core.expert_parallel import (
+    DedupExpertTensorParallel,
+    ExpertParallel,
+    ExpertTensorParallel,
+    SplitExpertTensorParallel,
+    TensorParallel,
+)
+from hyper_parallel.core.parallel_style import ParallelStyle, parallelize, parallelize_module
+from hyper_parallel.core.placement_types import Partial, Replicate, Shard
+from hyper_parallel.platform import get_platform, set_platform
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.types import Mesh as DeviceMesh
+    from hyper_parallel.platform.torch.modules import FeedForward, GroupedExperts, MoE, TokenChoiceTopKRouter
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "ExpertParallel": "core.expert_parallel",
-    "TensorParallel": "core.expert_parallel",
-    "ExpertTensorParallel": "core.expert_parallel",
-    "DedupExpertTensorParallel": "core.expert_parallel",
-    "SplitExpertTensorParallel": "core.expert_parallel",
-    "ParallelStyle": "core.parallel_style",
-    "parallelize_module": "core.parallel_style",
-    "parallelize": "core.parallel_style",
-    "init_device_mesh": "core.device_mesh",
-    "Shard": "core.placement_types",
-    "Replicate": "core.placement_types",
-    "Partial": "core.placement_types",
-    "distribute_tensor": "core.dtensor",
-    "distribute_module": "core.dtensor",
-    "get_platform": "platform",
-    "set_platform": "platform",
-}
+__all__ = [
+    "ExpertParallel",
+    "TensorParallel",
+    "ExpertTensorParallel",
+    "DedupExpertTensorParallel",
+    "SplitExpertTensorParallel",
+    "ParallelStyle",
+    "parallelize_module",
+    "parallelize",
+    "init_device_mesh",
+    "Shard",
+    "Replicate",
+    "Partial",
+    "distribute_tensor",
+    "distribute_module",
+    "get_platform",
+    "set_platform",
+    # Of the platform in use:
+    "GroupedExperts",
+    "MoE",
+    "FeedForward",
+    "TokenChoiceTopKRouter",
+    "DeviceMesh",
+]
+
 _OF_PLATFORM = ("GroupedExperts", "MoE", "FeedForward", "TokenChoiceTopKRouter", "DeviceMesh")
 
-__all__ = [*_HOME, *_OF_PLATFORM]  # noqa: PLE0604 - names, all strings
 
-
-def __getattr__(name):
-    if name in _HOME:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-        globals()[name] = value
-        return value
+def __getattr__(name: str) -> Any:
     if name in _OF_PLATFORM:
         # Not kept: the platform in use may change between two look-ups.
-        from hyper_parallel.platform import get_platform
-
         return get_platform().public_class(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

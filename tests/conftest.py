@@ -1,4 +1,4 @@
-"""Rank pools for all tests.
+"""Rank pools for all tests, and the marker `ranks` on every test that starts some.
 
 HYPER_PARALLEL_TEST_PLATFORMS ("torch", or "torch,mindspore") names the platforms that must be tested; without it the
 installed ones are tested, and the others skipped.
@@ -26,6 +26,22 @@ def require(platform: str) -> None:
         if REQUIRED:
             raise RuntimeError(f"HYPER_PARALLEL_TEST_PLATFORMS asks for {platform}, which is not installed")
         pytest.skip(f"{platform} is not installed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that asks for a pool, directly or through another fixture, has the marker `ranks`."""
+    for item in items:
+        if any(name.endswith("pool") for name in getattr(item, "fixturenames", ())):
+            item.add_marker("ranks")
+
+
+@pytest.fixture(autouse=True)
+def _only_marked_tests_start_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pool: RankPool) -> None:
+        pytest.fail("this test starts ranks: mark it with @pytest.mark.ranks, or ask for a pool by a fixture")
+
+    if request.node.get_closest_marker("ranks") is None:
+        monkeypatch.setattr(RankPool, "_start", refuse)
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 INK, GREY, PALE, CARD = "#1f2933", "#5c6b7a", "#c3ccd5", "#f7f9fb"
 # Okabe and Ito's palette: told apart with any colour vision. Every colour also carries its expert's number.
@@ -34,8 +34,15 @@ def draw(path):
             draw_rank(axes, ep, tp)
     draw_headings(axes)
     draw_arrows(axes)
-    write(axes, 63.5, 0.8, "A square is a row: a token on its way to one expert, whose number it shows. "
-          "A bar is an expert; its width is the hidden dim.", 9.5, GREY)
+    write(
+        axes,
+        63.5,
+        0.8,
+        "A square is a row: a token on its way to one expert, whose number it shows. "
+        "A bar is an expert; its width is the hidden dim.",
+        9.5,
+        GREY,
+    )
     figure.savefig(path, facecolor="white", metadata={"Software": None})
     plt.close(figure)
 
@@ -46,8 +53,17 @@ def write(axes, x, y, text, size, colour=INK, **more):
 
 def draw_rank(axes, ep, tp):
     x, y = COLUMN_X[tp], ROW_Y[ep]
-    axes.add_patch(FancyBboxPatch((x, y), CARD_W, CARD_H, boxstyle="round,pad=0,rounding_size=1.4",
-                                  facecolor=CARD, edgecolor=PALE, linewidth=1.3))
+    axes.add_patch(
+        FancyBboxPatch(
+            (x, y),
+            CARD_W,
+            CARD_H,
+            boxstyle="round,pad=0,rounding_size=1.4",
+            facecolor=CARD,
+            edgecolor=PALE,
+            linewidth=1.3,
+        )
+    )
     write(axes, x + 2, y + CARD_H - 3, f"rank {2 * ep + tp}", 13, weight="bold", ha="left")
     write(axes, x + CARD_W - 2, y + CARD_H - 3, f"ep {ep}, tp {tp}", 10.5, GREY, ha="right")
 
@@ -60,11 +76,21 @@ def draw_rank(axes, ep, tp):
     for place, expert in enumerate((2 * ep, 2 * ep + 1)):
         bottom, left, half = y + 7.2 - 5.4 * place, x + 12.5, 11.35
         write(axes, x + 2, bottom + 1.9, f"expert {expert}", 9.5, GREY, ha="left")
-        axes.add_patch(Rectangle((left, bottom), 2 * half, 3.8, facecolor="white", edgecolor=PALE, linewidth=1.1,
-                                 linestyle=(0, (3, 2))))
+        axes.add_patch(
+            Rectangle(
+                (left, bottom), 2 * half, 3.8, facecolor="white", edgecolor=PALE, linewidth=1.1, linestyle=(0, (3, 2))
+            )
+        )
         axes.add_patch(Rectangle((left + half * tp, bottom), half, 3.8, facecolor=EXPERT[expert], edgecolor="none"))
-        write(axes, left + half * (tp + 0.5), bottom + 1.8, f"{('first', 'second')[tp]} half", 9, ON_EXPERT[expert],
-              weight="bold")
+        write(
+            axes,
+            left + half * (tp + 0.5),
+            bottom + 1.8,
+            f"{('first', 'second')[tp]} half",
+            9,
+            ON_EXPERT[expert],
+            weight="bold",
+        )
 
 
 def draw_headings(axes):

@@ -66,8 +66,12 @@ def start_and_follow(run, script, folder):
     records.unlink(missing_ok=True)
     with open(log, "w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            [*_launcher(run, folder), *script], env=_environment(run), start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            [*_launcher(run, folder), *script],
+            env=_environment(run),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
     try:
         yield from _follow(process, records, f"{run.title}: ", log)
@@ -81,9 +85,14 @@ def _launcher(run, folder):
     if run.platform == "torch":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={run.num_ranks}"]
     return [
-        sys.executable, "-m", "mindspore.parallel.cluster.run",  # msrun
-        f"--worker_num={run.num_ranks}", f"--local_worker_num={run.num_ranks}", "--join=True",
-        f"--master_port={_free_port()}", f"--log_dir={folder / run.name}",
+        sys.executable,
+        "-m",
+        "mindspore.parallel.cluster.run",  # msrun
+        f"--worker_num={run.num_ranks}",
+        f"--local_worker_num={run.num_ranks}",
+        "--join=True",
+        f"--master_port={_free_port()}",
+        f"--log_dir={folder / run.name}",
     ]
 
 

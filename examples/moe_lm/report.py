@@ -12,7 +12,7 @@ from moe_lm.settings import SETTINGS
 from moe_lm.training import Run
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 - after the choice of a backend without a screen
+from matplotlib import pyplot as plt
 
 __all__ = ["Curve", "LIMIT", "write_report"]
 
@@ -41,8 +41,12 @@ class Curve:
     def of(cls, run, records, total_seconds):
         *steps, last = records
         return cls(
-            run, np.array([r["loss"] for r in steps]), np.array([r["load"] for r in steps]),
-            sum(r["seconds"] for r in steps), total_seconds, last["held_out_loss"],
+            run,
+            np.array([r["loss"] for r in steps]),
+            np.array([r["load"] for r in steps]),
+            sum(r["seconds"] for r in steps),
+            total_seconds,
+            last["held_out_loss"],
         )
 
     @property
@@ -88,8 +92,13 @@ def write_report(curves, folder):
 def _row(curve, difference):
     run = curve.run
     return (
-        run.title, str(run.num_ranks), f"{curve.total_seconds:.0f}", f"{curve.tokens_per_second:,.0f}",
-        f"{curve.losses[0]:.4f}", f"{curve.losses[-1]:.4f}", f"{curve.held_out_loss:.4f}",
+        run.title,
+        str(run.num_ranks),
+        f"{curve.total_seconds:.0f}",
+        f"{curve.tokens_per_second:,.0f}",
+        f"{curve.losses[0]:.4f}",
+        f"{curve.losses[-1]:.4f}",
+        f"{curve.held_out_loss:.4f}",
         "-" if difference is None else f"{difference.max():.1e}",
     )
 
@@ -133,8 +142,17 @@ def _draw_losses(axes, curves):
     for curve, style in zip(curves, STYLES):
         axes.plot(curve.losses, label=curve.run.title, **style)
     axes.axhline(np.log(SETTINGS.vocab), color="0.5", linewidth=0.8)
-    axes.annotate("uniform guess", (1, np.log(SETTINGS.vocab)), xycoords=("axes fraction", "data"), xytext=(-4, -4),
-                  textcoords="offset points", ha="right", va="top", color="0.4", fontsize=9)
+    axes.annotate(
+        "uniform guess",
+        (1, np.log(SETTINGS.vocab)),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, -4),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        color="0.4",
+        fontsize=9,
+    )
     axes.set_title("Training loss", loc="left", fontweight="bold")
     axes.set_ylabel("nats per character")
     axes.tick_params(labelbottom=False)
@@ -146,8 +164,16 @@ def _draw_differences(axes, reference, others, differences):
     for curve, difference, style in zip(others, differences, STYLES[1:]):
         axes.plot(difference, label=curve.run.title, **style)
     axes.axhline(LIMIT, color="black", linewidth=1, linestyle="--")
-    axes.annotate(f"limit {LIMIT:g}", (1, LIMIT), xycoords=("axes fraction", "data"), xytext=(-4, 3),
-                  textcoords="offset points", ha="right", va="bottom", fontsize=9)
+    axes.annotate(
+        f"limit {LIMIT:g}",
+        (1, LIMIT),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 3),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=9,
+    )
     # Logarithmic, but for the least that two fp32 numbers differ by: many differences are exactly zero.
     axes.set_yscale("symlog", linthresh=1e-8)
     axes.set_ylim(-2e-9, max(2e-2, *(2 * d.max(initial=0, where=np.isfinite(d)) for d in differences)))
@@ -164,20 +190,36 @@ def _draw_load(figure, panels, curve):
     uniform, num_experts = 1 / SETTINGS.num_experts, SETTINGS.num_experts
     per_rank = num_experts // curve.run.ep
     for block, axes in enumerate(panels):
-        image = axes.imshow(share[:, block].T, aspect="auto", cmap="cividis", vmin=0, vmax=share.max(),
-                            interpolation="nearest")
+        image = axes.imshow(
+            share[:, block].T, aspect="auto", cmap="cividis", vmin=0, vmax=share.max(), interpolation="nearest"
+        )
         for rank, first in enumerate(range(0, num_experts, per_rank)):
             axes.axhline(first - 0.5, color="white", linewidth=2.5)
-            axes.annotate(f"ep {rank}", (1, first + (per_rank - 1) / 2), xycoords=("axes fraction", "data"),
-                          xytext=(4, 0), textcoords="offset points", rotation=270, va="center", fontsize=9)
+            axes.annotate(
+                f"ep {rank}",
+                (1, first + (per_rank - 1) / 2),
+                xycoords=("axes fraction", "data"),
+                xytext=(4, 0),
+                textcoords="offset points",
+                rotation=270,
+                va="center",
+                fontsize=9,
+            )
         axes.set_title(f"Expert load, block {block + 1}  ({curve.run.title})", loc="left", fontweight="bold")
         axes.set_yticks(range(num_experts), [f"{e}" for e in range(num_experts)])
         axes.set_ylabel("expert")
     panels[-1].set_xlabel("step")
     bar = figure.colorbar(image, ax=panels, label="share of the rows", format=PercentFormatter(1, 0), aspect=40)
     bar.ax.axhline(uniform, color="white", linewidth=2)
-    bar.ax.annotate("even", (1, uniform), xycoords=("axes fraction", "data"), xytext=(4, 0),
-                    textcoords="offset points", va="center", fontsize=9)
+    bar.ax.annotate(
+        "even",
+        (1, uniform),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=9,
+    )
 
 
 def _plain(axes):

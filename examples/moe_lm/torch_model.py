@@ -32,8 +32,13 @@ class Block(nn.Module):
         self.attention = Attention(s.dim, s.num_heads)
         self.moe_norm = nn.LayerNorm(s.dim)
         self.moe = MoE(
-            s.dim, s.hidden_dim, s.num_experts, s.top_k,
-            num_shared_experts=s.num_shared_experts, route_norm=True, route_scale=s.route_scale,
+            s.dim,
+            s.hidden_dim,
+            s.num_experts,
+            s.top_k,
+            num_shared_experts=s.num_shared_experts,
+            route_norm=True,
+            route_scale=s.route_scale,
             bias_update_rate=s.bias_update_rate,
         )
 

@@ -4,12 +4,20 @@ On torch ``init_device_mesh`` returns torch's own ``DeviceMesh``. A platform wit
 ``DeviceMesh`` below and says how a process group is made. Both behave alike in everything documented here.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
-__all__ = ["DeviceMesh", "SlicedOnce", "init_device_mesh", "check_mesh"]
+from hyper_parallel.core.types import Group, Mesh
+
+__all__ = ["DeviceMesh", "check_mesh", "init_device_mesh"]
 
 
-def init_device_mesh(device_type, mesh_shape, *, mesh_dim_names=None):
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> Mesh:
     """Arrange all ranks in a mesh, row by row: rank = coordinate of the last axis first.
 
     Every rank calls this with the same arguments; it makes the process groups of every axis.
@@ -57,53 +65,52 @@ class DeviceMesh:
         rank: the global rank of this process.
     """
 
-    def __init__(self, device_type, ranks, mesh_dim_names, rank):
+    def __init__(
+        self, device_type: str, ranks: npt.ArrayLike, mesh_dim_names: tuple[str, ...] | None, rank: int
+    ) -> None:
         self.device_type = device_type
         self.mesh = np.asarray(ranks, dtype=np.int64)
         self.mesh_dim_names = mesh_dim_names
         where = np.argwhere(self.mesh == rank)
         self._coordinate = None if len(where) == 0 else tuple(int(c) for c in where[0])
-        self._groups = (
-            None
-            if self._coordinate is None
-            else tuple(self._make_group(self.axis_ranks(axis)) for axis in range(self.ndim))
-        )
+        axes = () if self._coordinate is None else range(self.ndim)
+        self._groups = tuple(self._make_group(self.axis_ranks(axis)) for axis in axes)
 
-    def _make_group(self, ranks):
+    def _make_group(self, ranks: list[int]) -> Group:
         """Return the process group of ``ranks`` (ascending global ranks that include this one)."""
         raise NotImplementedError
 
-    def axis_ranks(self, axis):
+    def axis_ranks(self, axis: int) -> list[int]:
         """Global ranks that share this rank's coordinate on every axis but ``axis``, in order of that axis."""
-        index = list(self._coordinate)
-        index[axis] = slice(None)
-        return [int(rank) for rank in self.mesh[tuple(index)]]
+        index = tuple(slice(None) if other == axis else c for other, c in enumerate(self._here()))
+        return [int(rank) for rank in self.mesh[index]]
 
     @property
-    def ndim(self):
+    def ndim(self) -> int:
         return self.mesh.ndim
 
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, ...]:
         return tuple(self.mesh.shape)
 
-    def size(self, mesh_dim=None):
+    def size(self, mesh_dim: int | str | None = None) -> int:
         """Number of ranks of one axis, or of the whole mesh."""
         return int(self.mesh.size) if mesh_dim is None else self.shape[self._axis(mesh_dim)]
 
-    def get_group(self, mesh_dim=None):
+    def get_group(self, mesh_dim: int | str | None = None) -> Group:
         """Process group of one axis; the axis may be left out where there is only one."""
+        self._here()
         return self._groups[self._only_axis(mesh_dim, "get_group")]
 
-    def get_local_rank(self, mesh_dim=None):
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Coordinate of this rank on one axis; the axis may be left out where there is only one."""
-        return self._coordinate[self._only_axis(mesh_dim, "get_local_rank")]
+        return self._here()[self._only_axis(mesh_dim, "get_local_rank")]
 
-    def get_coordinate(self):
+    def get_coordinate(self) -> list[int] | None:
         """Coordinates of this rank, one per axis, or None if it is not part of the mesh."""
         return None if self._coordinate is None else list(self._coordinate)
 
-    def __getitem__(self, names):
+    def __getitem__(self, names: str | tuple[str, ...]) -> "DeviceMesh":
         """The sub-mesh of the named axes through this rank; axes keep the order they have in this mesh."""
         names = (names,) if isinstance(names, str) else tuple(names)
         have = self.mesh_dim_names or ()
@@ -115,53 +122,45 @@ class DeviceMesh:
             raise KeyError(f"mesh axes {names} must be given once each, in the mesh's order {have}")
         return self if names == have else self._sliced(axes, names)
 
-    def _sliced(self, axes, names):
+    def _sliced(self, axes: list[int], names: tuple[str, ...]) -> "DeviceMesh":
         sub = object.__new__(type(self))
         sub.device_type, sub.mesh_dim_names = self.device_type, names
-        index = tuple(slice(None) if axis in axes else c for axis, c in enumerate(self._coordinate))
-        sub.mesh = self.mesh[index]
-        sub._coordinate = tuple(self._coordinate[axis] for axis in axes)
+        here = self._here()
+        sub.mesh = self.mesh[tuple(slice(None) if axis in axes else c for axis, c in enumerate(here))]
+        sub._coordinate = tuple(here[axis] for axis in axes)
         sub._groups = tuple(self._groups[axis] for axis in axes)
         return sub
 
-    def _axis(self, dim):
+    def _here(self) -> tuple[int, ...]:
+        """Coordinates of this rank, which is part of the mesh."""
+        if self._coordinate is None:
+            raise RuntimeError(f"this rank is not part of the mesh {self}")
+        return self._coordinate
+
+    def _axis(self, dim: int | str) -> int:
         if isinstance(dim, str):
-            if dim not in (self.mesh_dim_names or ()):
+            names = self.mesh_dim_names or ()
+            if dim not in names:
                 raise KeyError(f"mesh axis {dim!r} is not among this mesh's names {self.mesh_dim_names}")
-            return self.mesh_dim_names.index(dim)
+            return names.index(dim)
         return int(dim)
 
-    def _only_axis(self, dim, method):
+    def _only_axis(self, dim: int | str | None, method: str) -> int:
         if dim is not None:
             return self._axis(dim)
         if self.ndim != 1:
             raise RuntimeError(f"{method}() needs an axis on a {self.ndim}-D mesh, one of {self.mesh_dim_names}")
         return 0
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"DeviceMesh({self.device_type!r}, {self.mesh.tolist()}, mesh_dim_names={self.mesh_dim_names})"
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceMesh":
         # A mesh stands for running process groups: a copied module goes on using the same ones.
         return self
 
 
-class SlicedOnce:
-    """A mesh that keeps its slices: torch builds a new mesh for each, which is too slow for every call of a layer."""
-
-    def __init__(self, device_mesh):
-        self._device_mesh, self._slices = device_mesh, {}
-
-    def __getitem__(self, names):
-        if names not in self._slices:
-            self._slices[names] = self._device_mesh[names]
-        return self._slices[names]
-
-    def __getattr__(self, name):
-        return getattr(self._device_mesh, name)
-
-
-def check_mesh(device_mesh, names, style):
+def check_mesh(device_mesh: Mesh, names: tuple[str, ...], style: str) -> None:
     """Raise ``ValueError`` unless ``device_mesh`` has exactly the axes ``names``, in order, and holds this rank."""
     have = None if device_mesh.mesh_dim_names is None else tuple(device_mesh.mesh_dim_names)
     if have != names:

@@ -1,19 +1,26 @@
 """Tensors and modules laid out over a mesh."""
 
-from hyper_parallel.core.placement_types import placement_from
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.placement_types import Placement, Shard, placement_from
+from hyper_parallel.core.types import Mesh, Module, SameModule, Tensor
 from hyper_parallel.platform import get_platform
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.platform import Platform
 
 __all__ = ["distribute_tensor", "distribute_module", "check_placements"]
 
 
-def distribute_tensor(tensor, device_mesh, placements):
+def distribute_tensor(tensor: Tensor, device_mesh: Mesh, placements: Sequence[Any]) -> Any:
     """Lay ``tensor`` out over ``device_mesh``; the data of the mesh's first rank is what is laid out.
 
     Args:
         tensor: the same shape and dtype on every rank.
         device_mesh: a mesh of the tensor's framework.
-        placements: one placement per mesh axis, in order. A sharded dim must be divisible by the axis (or by the
-            product of the axes that shard it).
+        placements: one placement per mesh axis, in order, ours or torch's own. A sharded dim must be divisible by the
+            axis (or by the product of the axes that shard it).
 
     Returns:
         torch: a ``DTensor``. MindSpore: a parameter that holds the local shard and answers ``placements``,
@@ -24,11 +31,17 @@ def distribute_tensor(tensor, device_mesh, placements):
         ValueError: number of placements, ``Partial``, or a dim that is not divisible.
     """
     platform = get_platform(tensor)
-    placements = check_placements(platform, tuple(tensor.shape), device_mesh, placements)
-    return platform.distribute_tensor(tensor, device_mesh, placements)
+    checked = check_placements(platform, tuple(tensor.shape), device_mesh, placements)
+    return platform.distribute_tensor(tensor, device_mesh, checked)
 
 
-def distribute_module(module, device_mesh, partition_fn=None, input_fn=None, output_fn=None):
+def distribute_module(
+    module: SameModule,
+    device_mesh: Mesh,
+    partition_fn: Callable[[str, Module, Mesh], None] | None = None,
+    input_fn: Callable[[Module, Any, Mesh], Any] | None = None,
+    output_fn: Callable[[Module, Any, Mesh], Any] | None = None,
+) -> SameModule:
     """Shard a module's parameters, and optionally hook its inputs and outputs.
 
     Args:
@@ -46,20 +59,20 @@ def distribute_module(module, device_mesh, partition_fn=None, input_fn=None, out
     return platform.distribute_module(module, device_mesh, partition_fn, input_fn, output_fn)
 
 
-def check_placements(platform, shape, device_mesh, placements):
+def check_placements(
+    platform: "Platform", shape: tuple[int, ...], device_mesh: Mesh, placements: Sequence[Any]
+) -> tuple[Placement, ...]:
     """Return ``placements`` as ours after checking that they fit a tensor of ``shape``; negative dims are resolved."""
     _check_same_framework(platform, device_mesh)
-    placements = tuple(placement_from(p) for p in placements)
-    if len(placements) != device_mesh.ndim:
-        raise ValueError(
-            f"expected one placement per mesh axis ({device_mesh.ndim}), got {len(placements)}: {placements}"
-        )
+    ours = tuple(placement_from(p) for p in placements)
+    if len(ours) != device_mesh.ndim:
+        raise ValueError(f"expected one placement per mesh axis ({device_mesh.ndim}), got {len(ours)}: {ours}")
     pieces = [1] * len(shape)
     resolved = []
-    for axis, placement in enumerate(placements):
+    for axis, placement in enumerate(ours):
         if placement.is_partial():
             raise ValueError("a whole tensor cannot be laid out as Partial; use Shard or Replicate")
-        if placement.is_shard():
+        if isinstance(placement, Shard):
             if not -len(shape) <= placement.dim < len(shape):
                 raise ValueError(f"{placement} does not fit a tensor of shape {shape}")
             placement = type(placement)(placement.dim % len(shape))
@@ -71,7 +84,7 @@ def check_placements(platform, shape, device_mesh, placements):
     return tuple(resolved)
 
 
-def _check_same_framework(platform, device_mesh):
+def _check_same_framework(platform: "Platform", device_mesh: Mesh) -> None:
     if not platform.is_mesh(device_mesh):
         raise TypeError(
             f"expected a device mesh of {platform.name}, got {type(device_mesh).__module__}."

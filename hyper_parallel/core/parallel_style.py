@@ -1,13 +1,31 @@
 """What a parallel style is, and the ways to apply styles to modules."""
 
+import dataclasses
 import difflib
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
+from hyper_parallel.core.types import Mesh, Module, SameModule
 from hyper_parallel.platform import get_platform, imported_platforms
 
+if TYPE_CHECKING:
+    from hyper_parallel.platform.platform import Platform
+
 __all__ = ["ParallelStyle", "parallelize_module", "parallelize"]
+
+Class = TypeVar("Class", bound=type)
+
+
+class Style(Protocol):
+    """What a plan may name: our styles, and torch's own on torch."""
+
+    def _apply(self, module: Module, device_mesh: Any) -> Any: ...
+
+
+Plan: TypeAlias = Style | Mapping[str, Style]
 
 
 class ParallelStyle(ABC):
@@ -17,29 +35,29 @@ class ParallelStyle(ABC):
     On torch a style also works through ``torch.distributed.tensor.parallel.parallelize_module``.
     """
 
-    mesh_dim_names: tuple
+    mesh_dim_names: tuple[str, ...]
 
-    def __init__(self):
+    def __init__(self) -> None:
         # Loading a platform makes torch's own parallelize_module accept our styles.
         imported_platforms()
 
     @abstractmethod
-    def validate(self, module, device_mesh):
+    def validate(self, module: Module, device_mesh: Mesh) -> None:
         """Raise if ``apply`` would; changes nothing."""
 
     @abstractmethod
-    def apply(self, module, device_mesh):
+    def apply(self, module: SameModule, device_mesh: Mesh) -> SameModule:
         """Validate, then shard ``module`` in place; returns the module."""
 
-    def _apply(self, module, device_mesh):
+    def _apply(self, module: SameModule, device_mesh: Mesh) -> SameModule:
         """The name under which torch's ``parallelize_module`` calls a style."""
         return self.apply(module, device_mesh)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
-def parallelize_module(module, device_mesh, plan):
+def parallelize_module(module: SameModule, device_mesh: Mesh, plan: Plan) -> SameModule:
     """Apply a style to a module, or styles to the modules inside it that a plan names.
 
     Everything is validated before the first module is changed.
@@ -69,12 +87,15 @@ def parallelize_module(module, device_mesh, plan):
     for name, target, style, mesh in steps:
         if isinstance(style, ParallelStyle):
             _validate_named(style, name, target, mesh)
-    for _, target, style, mesh in steps:
+    for name, target, style, mesh in steps:
         style._apply(target, mesh)
+        sharded = platform.sharded(target)
+        if name and sharded is not None:
+            platform.wrap_forward(target, dataclasses.replace(sharded, name=name))
     return module
 
 
-def parallelize(plan, device_mesh):
+def parallelize(plan: Plan, device_mesh: Mesh | Callable[[], Mesh]) -> Callable[[Class], Class]:
     """Class decorator: every object of the class is parallelised at the end of its construction.
 
     A subclass of the decorated class is parallelised only if it is decorated itself.
@@ -84,26 +105,26 @@ def parallelize(plan, device_mesh):
         device_mesh: a mesh, or a callable without arguments that returns it, asked at each construction.
     """
 
-    def decorate(cls):
-        construct = cls.__init__
+    def decorate(cls: Class) -> Class:
+        construct = cls.__init__  # type: ignore[misc]
 
         @functools.wraps(construct)
-        def __init__(self, *args, **kwargs):
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             construct(self, *args, **kwargs)
             if type(self) is cls:
                 parallelize_module(self, device_mesh() if callable(device_mesh) else device_mesh, plan)
 
-        cls.__init__ = __init__
+        cls.__init__ = __init__  # type: ignore[misc]
         return cls
 
     return decorate
 
 
-def _is_style(value):
+def _is_style(value: Any) -> TypeGuard[Style]:
     return isinstance(value, ParallelStyle) or callable(getattr(value, "_apply", None))
 
 
-def _resolve(platform, module, plan):
+def _resolve(platform: "Platform", module: Module, plan: Plan) -> list[tuple[str, Module, Style]]:
     """List (name, module, style) for every module that the plan names, in the plan's order."""
     if _is_style(plan):
         return [("", module, plan)]
@@ -120,12 +141,12 @@ def _resolve(platform, module, plan):
     return found
 
 
-def _matches(name, pattern):
+def _matches(name: str, pattern: str) -> bool:
     name_parts, pattern_parts = name.split("."), pattern.split(".")
     return len(name_parts) == len(pattern_parts) and all(map(fnmatchcase, name_parts, pattern_parts))
 
 
-def _mesh_for(style, device_mesh):
+def _mesh_for(style: Style, device_mesh: Mesh) -> Mesh:
     """The mesh itself, or the slice for a style that needs fewer of its axes."""
     have = tuple(getattr(device_mesh, "mesh_dim_names", None) or ())
     want = getattr(style, "mesh_dim_names", ("tp",))
@@ -133,7 +154,7 @@ def _mesh_for(style, device_mesh):
     return device_mesh[want[0]] if fewer and len(want) == 1 and want[0] in have else device_mesh
 
 
-def _validate_named(style, name, target, mesh):
+def _validate_named(style: ParallelStyle, name: str, target: Module, mesh: Mesh) -> None:
     try:
         style.validate(target, mesh)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,6 +1,7 @@
 """How a tensor lies on one mesh axis: framework-free values that compare equal to torch's own placements."""
 
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Placement", "Shard", "Replicate", "Partial", "placement_from"]
 
@@ -8,24 +9,24 @@ __all__ = ["Placement", "Shard", "Replicate", "Partial", "placement_from"]
 class Placement:
     """Base of the three placements."""
 
-    def is_shard(self, dim=None):
+    def is_shard(self, dim: int | None = None) -> bool:
         """Whether this is a ``Shard``, of tensor dim ``dim`` if one is given."""
         return isinstance(self, Shard) and (dim is None or self.dim == dim)
 
-    def is_replicate(self):
+    def is_replicate(self) -> bool:
         return isinstance(self, Replicate)
 
-    def is_partial(self):
+    def is_partial(self) -> bool:
         return isinstance(self, Partial)
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         try:
             other = placement_from(other)
         except TypeError:
             return NotImplemented
         return type(self) is type(other) and vars(self) == vars(other)
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash((type(self).__name__, *vars(self).values()))
 
 
@@ -48,7 +49,7 @@ class Partial(Placement):
     reduce_op: str = "sum"
 
 
-def placement_from(value):
+def placement_from(value: Any) -> Placement:
     """Return ``value`` as one of our placements.
 
     A placement of torch is recognised by its class name and fields, so that this needs no import of torch.

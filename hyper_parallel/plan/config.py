@@ -187,7 +187,7 @@ def _attention(fields: Mapping[str, Any], dim: int) -> Attention:
     qkv_bias = any(fields.get(name) for name in ("attention_bias", "qkv_bias", "use_bias"))
     if family == "qwen2_moe" and "qkv_bias" not in fields:
         qkv_bias = True
-    out_bias = bool(fields.get("use_bias")) or bool(fields.get("attention_bias")) and family in ("gpt_oss", "phimoe")
+    out_bias = bool(fields.get("use_bias")) or (bool(fields.get("attention_bias")) and family in ("gpt_oss", "phimoe"))
     norms = "head" if fields.get("use_qk_norm") and family not in QK_NORMS else QK_NORMS.get(family, "")
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
     return grouped_attention(dim, num_heads, num_kv_heads, head_dim, qkv_bias, out_bias, norms, family == "gpt_oss")

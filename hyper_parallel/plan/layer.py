@@ -230,9 +230,9 @@ def kept_bytes(layer: MoELayer, bare: bool = False) -> int:
 
 def _kept_for_copies(layer: MoELayer) -> int:
     """Where a token travels once: positions of the sent tokens; of the arrived ones the order, with its whole sort; the
-    tokens of the rows, twice; and the outputs of both sums of rows into tokens, which torch's ``index_add`` keeps."""
+    tokens of the rows; and the outputs of both sums of rows into tokens, which torch's ``index_add`` keeps."""
     rows, arrived = layer.arriving_rows, round(layer.sent_tokens * layer.arriving)
-    indices = layer.sent_tokens + arrived * layer.top_k + 2 * rows
+    indices = layer.sent_tokens + arrived * layer.top_k + rows
     return INDEX_BYTES * indices + (rows + layer.sent_tokens) * layer.dim * layer.itemsize
 
 

@@ -160,7 +160,7 @@ def _divisors(n: int) -> list[int]:
 
 def _styles(ep: int, tp: int) -> Iterator[str]:
     for style in STYLES:
-        if not (style == "ExpertParallel" and tp > 1 or style == "TensorParallel" and ep > 1):
+        if not ((style == "ExpertParallel" and tp > 1) or (style == "TensorParallel" and ep > 1)):
             yield style
 
 

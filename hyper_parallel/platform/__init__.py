@@ -9,17 +9,21 @@ import importlib
 import importlib.util
 import os
 import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.platform import Platform
 
 __all__ = ["get_platform", "set_platform", "imported_platforms"]
 
 NAMES = ("mindspore", "torch")
 VARIABLE = "HYPER_PARALLEL_PLATFORM"
 
-_loaded = {}
-_chosen = None
+_loaded: "dict[str, Platform]" = {}
+_chosen: str | None = None
 
 
-def get_platform(obj=None):
+def get_platform(obj: Any = None) -> "Platform":
     """Return the platform to use.
 
     Args:
@@ -47,7 +51,7 @@ def get_platform(obj=None):
     raise ImportError("neither mindspore nor torch is installed; install hyper_parallel[mindspore] or [torch]")
 
 
-def set_platform(name):
+def set_platform(name: str | None) -> None:
     """Use the platform ``name`` ("mindspore" or "torch") wherever no object says which; None undoes the choice.
 
     Raises:
@@ -62,12 +66,12 @@ def set_platform(name):
     _chosen = name
 
 
-def imported_platforms():
+def imported_platforms() -> "list[Platform]":
     """Platforms of the frameworks that this process has already imported; imports none."""
     return [_load(name) for name in NAMES if name in sys.modules and sys.modules[name] is not None]
 
 
-def _owner(obj):
+def _owner(obj: Any) -> "Platform":
     for platform in imported_platforms():
         if platform.owns(obj):
             return platform
@@ -77,13 +81,13 @@ def _owner(obj):
     )
 
 
-def _checked(name, source):
+def _checked(name: str, source: str) -> str:
     if name not in NAMES:
         raise ValueError(f"unknown platform {name!r} in {source}; expected one of {', '.join(NAMES)}")
     return name
 
 
-def _load(name):
+def _load(name: str) -> "Platform":
     if name not in _loaded:
         _loaded[name] = importlib.import_module(f"{__name__}.{name}").PLATFORM
     return _loaded[name]

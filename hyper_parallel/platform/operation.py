@@ -1,12 +1,13 @@
 """Giving a failed collective a name that the user knows."""
 
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 __all__ = ["operation"]
 
 
 @contextmanager
-def operation(name, ranks, rank):
+def operation(name: str, ranks: Iterable[int], rank: int) -> Iterator[None]:
     """Re-raise a backend's error in this block as one that says which operation failed, over which ranks, and where.
 
     Args:

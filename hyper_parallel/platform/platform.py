@@ -53,16 +53,24 @@ class Platform(ABC):
         """Whether forward was replaced on this one object, so that its class no longer says what it computes."""
 
     @abstractmethod
-    def wrap_forward(self, module, layer):
-        """Run ``layer(module, local_forward, *inputs, **keywords)`` whenever ``module`` is called.
+    def wrap_forward(self, module, sharded):
+        """Run ``sharded(module, local_forward, *inputs, **keywords)`` whenever ``module`` is called.
 
         ``local_forward(*inputs)`` is the module's own forward, which finds local tensors under its parameters' names.
-        Nothing of one call is kept on the module, deep copies work, and the class's name shows ``layer.label``.
+        Nothing of one call is kept on the module, deep copies work, and the class's name shows ``sharded.label``.
+        For a module that is wrapped already, ``sharded`` takes the place of the earlier one.
         """
 
     @abstractmethod
-    def parallel_layer(self, module):
-        """The layer of an earlier ``wrap_forward``, or None."""
+    def sharded(self, module):
+        """The ``sharded`` of an earlier ``wrap_forward``, or None."""
+
+    @abstractmethod
+    def eagerly(self, function, *args):
+        """``function(*args)``, which a compiler of the framework that traces the caller neither enters nor records.
+
+        The one door to whatever reads counts on the host.
+        """
 
     # Meshes and layouts
 
@@ -106,40 +114,47 @@ class Platform(ABC):
 
     @abstractmethod
     def int_tensor(self, values, like):
-        """An int64 tensor of a numpy array or list of ints, on the device of ``like``."""
+        """An int64 tensor of a numpy array or list of ints, on the device of ``like``.
+
+        It remembers them: ``on_host`` is True of it, and ``to_host`` of it copies nothing from the device.
+        """
+
+    @abstractmethod
+    def made_by_host(self, tensor) -> bool:
+        """Whether ``int_tensor`` made the tensor."""
 
     # Rows. No verb changes its inputs; all are differentiable in their floating inputs.
 
     @abstractmethod
-    def take_rows(self, x, index_R, inverse_R, copies=1):
-        """``y[i] = x[index[i] // copies]``: rows of x, each ``copies`` times, in the order of a permutation.
+    def permute(self, x, order_R, inverse_R, copies=1):
+        """``y[i] = x[order[i] // copies]``: rows of x, each ``copies`` times, in the order of a permutation.
 
         Args:
             x: [R / copies, ...].
-            index_R: int64 [R], a permutation.
-            inverse_R: int64 [R], its inverse (``inverse[index[i]] = i``).
+            order_R: int64 [R], a permutation.
+            inverse_R: int64 [R], its inverse (``inverse[order[i]] = i``).
 
-        Gradient: taken back by ``inverse`` and summed over the copies.
+        Gradient: :meth:`unpermute` of it.
         """
 
     @abstractmethod
-    def sum_copies(self, x_RD, index_R, inverse_R, copies):
-        """``y[t]`` = sum over k of ``x[inverse[t * copies + k]]``, the rows that ``take_rows`` made of one: [T, D].
+    def unpermute(self, x_RD, order_R, inverse_R, copies):
+        """``y[t]`` = sum over k of ``x[inverse[t * copies + k]]``, the rows that ``permute`` made of one: [T, D].
 
         Args:
             x_RD: R = T * copies rows.
-            index_R, inverse_R: as ``take_rows`` had them.
+            order_R, inverse_R: as ``permute`` had them.
 
-        Gradient: each row's, ``copies`` times, in the order of ``index``.
+        Gradient: :meth:`permute` of it.
         """
 
     @abstractmethod
-    def gather_rows(self, x, index_R):
-        """``y[i] = x[index[i]]``, rows of x any number of times each. Gradient: summed over the copies."""
+    def index_select(self, x, index_R):
+        """``y[i] = x[index[i]]``, rows of x any number of times each. Gradient: :meth:`index_add` of it."""
 
     @abstractmethod
-    def sum_rows(self, x, index_R, num_rows):
-        """``y[j]`` = sum of the rows i of x with ``index[i] = j``, of [num_rows, ...]. Gradient: gathered."""
+    def index_add(self, x, index_R, num_rows):
+        """``y[j]`` = sum of the rows i of x with ``index[i] = j``, of [num_rows, ...]. Gradient: selected again."""
 
     @abstractmethod
     def concat(self, tensors, dim):
@@ -150,8 +165,7 @@ class Platform(ABC):
         """``scores * w2[e](silu(w1[e] x) * (w3[e] x))`` for the rows of each expert e: [R, D].
 
         Inputs are checked and share a dtype (under the framework's autocast they are cast to its). ``scores_R`` may be
-        None. An expert without rows gets a zero gradient, never a missing one. A platform without a kernel for all of
-        it composes it with ``moe.experts_from_products``.
+        None. An expert without rows gets a zero gradient, never a missing one.
         """
 
     @abstractmethod
@@ -178,16 +192,16 @@ class Platform(ABC):
         """Indices int64 [T, k] of the k largest values along the last dim, largest first."""
 
     @abstractmethod
-    def pick(self, x_TE, index_TK):
+    def take_along(self, x_TE, index_TK):
         """``y[t, k] = x[t, index[t, k]]``, differentiable."""
 
     @abstractmethod
-    def mark(self, index_TK, size):
+    def multi_hot(self, index_TK, size):
         """[T, size], 1.0 at the indices of each row and 0.0 elsewhere, fp32."""
 
     @abstractmethod
-    def marked_positions(self, marks, num_marked):
-        """Positions int64 of the entries of a flat [N] that are not 0, ascending; ``num_marked`` is their number."""
+    def nonzero(self, x, num_nonzero):
+        """Positions int64 of the entries of a flat [N] that are not 0, ascending; ``num_nonzero`` is their number."""
 
     @abstractmethod
     def to_int(self, x):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hyper_parallel.core.expert_parallel.token_exchange import expert_major_order, inverse_order, splits_by_rank
+from hyper_parallel.core.expert_parallel.exchange.rows import expert_major_order, inverse_order, splits_by_rank
 from tests.benchmark import torch_cases
 from tests.benchmark.settings import Work
 from tests.harness.mesh_of_tuples import MeshOfTuples

@@ -9,7 +9,9 @@ import pytest
 
 from tests.benchmark import summary
 from tests.benchmark.settings import Work, quick_plan
+from tests.harness.by_name import CasesOf
 
+cases = CasesOf("tests.benchmark.torch_cases")
 needs_titan = pytest.mark.skipif(
     not importlib.util.find_spec("torchtitan"), reason="needs: pip install --no-deps torchtitan==0.2.2"
 )
@@ -19,10 +21,8 @@ SHAPE = quick_plan().works[0].shape
 @pytest.fixture(scope="module")
 def measured(torch_pool):
     """Every layer on every mesh, in fp32."""
-    from tests.benchmark import torch_cases
-
     works = [work for work in quick_plan().works if work.dtype == "float32"]
-    return {work: torch_pool.run(torch_cases.compare, work=work, num_repetitions=2) for work in works}
+    return {work: torch_pool.run(cases.compare, work=work, num_repetitions=2) for work in works}
 
 
 def test_bytes_are_those_of_the_model(measured):

@@ -16,11 +16,14 @@ from hyper_parallel import check
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.mindspore import (
     ascend_collectives,
-    ascend_kernels,
+    ascend_experts,
+    ascend_routing,
     cpu_collectives,
     device,
-    kernels,
     session,
+)
+from hyper_parallel.platform.mindspore import (
+    routing as portable_routing,
 )
 from tests.harness import oracle, parity
 from tests.harness.setting import make_experts, mesh_for, whole_mesh
@@ -42,7 +45,7 @@ def ascend():
 
     with ExitStack() as stack:
         for owner, function in (
-            (ascend_kernels, _grouped_matmul_v4),
+            (ascend_experts, _grouped_matmul_v4),
             (ops, _swiglu),
             (ops, _moe_token_unpermute),
             (dist, _all_to_all_single),
@@ -53,7 +56,7 @@ def ascend():
             stack.enter_context(mock.patch.object(owner, name, counted(name, function)))
         stack.enter_context(mock.patch.object(device, "on_ascend", lambda: True))
         # As if it had not been asked before.
-        stack.enter_context(mock.patch.object(device, "_modules", device._modules.__wrapped__))
+        stack.enter_context(mock.patch.object(device, "_rooms", device._rooms.__wrapped__))
         yield calls
 
 
@@ -173,14 +176,14 @@ def routing(context):
     random = np.random.default_rng(0)
     found = []
     with ascend():
-        for module in (ascend_kernels, kernels):
+        for module in (ascend_routing, portable_routing):
             results = []
             for tokens in (9, 1, 0):
                 scores = Tensor(random.permutation(tokens * 5).reshape(tokens, 5).astype(np.float32))
                 selected = module.top_indices(scores, 2)
-                marks = module.mark(selected, 5)
+                marks = module.multi_hot(selected, 5)
                 flat = marks.reshape((tokens * 5,))
-                results += [selected, marks, module.marked_positions(flat, tokens * 2)]
+                results += [selected, marks, module.nonzero(flat, tokens * 2)]
                 results += module.sort_by_expert(selected, 6)
             random = np.random.default_rng(0)
             found.append([(value.shape, str(value.dtype), value.asnumpy().tolist()) for value in results])
@@ -202,7 +205,7 @@ def copies_to_host(context, problem):
 
     with ascend(), mock.patch.object(Tensor, "asnumpy", counting):
         on_host = get_platform(module).on_host(inputs[1])
-        with mock.patch.object(ascend_kernels, "grouped_matmul_v4", _without_reading):
+        with mock.patch.object(ascend_experts, "grouped_matmul_v4", _without_reading):
             module(*inputs)
     return copies, on_host
 
@@ -214,7 +217,7 @@ def _without_reading(x, weight, *, group_list, split_item, group_type, group_lis
 def chosen(context):
     """What the log says when the choice is made, and what a device then runs."""
     with ascend(), mock.patch.object(device.logger, "info") as info:
-        modules = device.collectives(), device.kernels()
+        modules = device.collectives(), device.experts(), device.routing(), device.rows()
     message, *values = info.call_args.args
     return message % tuple(values), [module.__name__ for module in modules]
 

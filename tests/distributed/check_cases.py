@@ -5,7 +5,8 @@ import importlib
 import io
 from unittest import mock
 
-from hyper_parallel import check, self_test
+from hyper_parallel import check
+from hyper_parallel.check import operations
 from tests.harness.setting import get_platform_class, sabotage
 
 
@@ -29,7 +30,7 @@ def _break(context, name):
     if name == "description":
         return mock.patch.object(session, "description", lambda device_type: {"torch": "another"})
     if name == "distribute_tensor":
-        return mock.patch.object(self_test, name, lambda *args: _Zeros(distribute_tensor(*args)))
+        return mock.patch.object(operations, name, lambda *args: _Zeros(distribute_tensor(*args)))
     if name == "error":
         return mock.patch.object(platform, "sum_over_group", mock.Mock(side_effect=RuntimeError("no link")))
     original = getattr(platform, name)
@@ -41,7 +42,7 @@ def _break(context, name):
     return mock.patch.object(platform, name, zeros)
 
 
-distribute_tensor = self_test.distribute_tensor
+distribute_tensor = operations.distribute_tensor
 
 
 class _Zeros:

@@ -68,9 +68,9 @@ def late_counts(context, ep, tp, problem, honest=True):
 
 def late_backend(context, honest):
     if context.platform == "torch":
-        import torch.distributed as dist
+        from hyper_parallel.platform.torch import compat
 
-        return mock.patch.object(dist, "all_to_all_single", _late_torch(dist.all_to_all_single, honest))
+        return mock.patch.multiple(compat, **_late_torch(compat.all_to_all_single, compat.wait_tensor, honest))
     from hyper_parallel.platform.mindspore import cpu_collectives
 
     late = _late_mindspore(cpu_collectives.dist_comm_irecv_op, honest)
@@ -82,24 +82,24 @@ class _Late:
         self.wait = fill
 
 
-def _late_torch(all_to_all_single, honest):
-    import torch
+def _late_torch(start, wait, honest):
+    pending = {}
 
-    def call(output, value, *splits, group=None, async_op=False):
-        if not async_op:
-            return all_to_all_single(output, value, *splits, group=group)
-        arrived = torch.empty_like(output)
-        work = all_to_all_single(arrived, value, *splits, group=group, async_op=True)
-        output.zero_()
+    def started(x, *arguments):
+        arrived = start(x, *arguments)
+        if x.is_floating_point():
+            return arrived
+        empty = arrived.new_zeros(arrived.shape)
+        pending[id(empty)] = arrived
+        return empty
 
-        def fill():
-            work.wait()
-            if honest:
-                output.copy_(arrived)
+    def waited(x):
+        if id(x) not in pending:
+            return wait(x)
+        arrived = wait(pending.pop(id(x)))
+        return x.copy_(arrived) if honest else x
 
-        return _Late(fill)
-
-    return call
+    return {"all_to_all_single": started, "wait_tensor": waited}
 
 
 def _late_mindspore(irecv, honest):

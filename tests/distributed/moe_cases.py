@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 
 import hyper_parallel as hp
-from hyper_parallel.core.expert_parallel.expert_parallel import ExpertParallel
+from hyper_parallel.core.expert_parallel.exchange import rows
 from hyper_parallel.platform import get_platform
 from tests.harness import moe_oracle as oracle
 from tests.harness.recording import recorded
@@ -186,23 +186,23 @@ def order_of_calls(context, problem, ep, tp):
 
         return call
 
-    def during(method, name):
-        original = getattr(ExpertParallel, method)
+    def during(function, name):
+        original = getattr(rows, function)
 
-        def call(self, *args, **kwargs):
+        def call(*args, **kwargs):
             step[0] = name
             try:
-                return original(self, *args, **kwargs)
+                return original(*args, **kwargs)
             finally:
                 step[0] = ""
 
         return call
 
-    verbs = ("start_counts_exchange", "take_rows", "sum_copies", "all_to_all_rows")
-    methods = {"_token_dispatch": " in", "_token_combine": " out"}
+    verbs = ("start_counts_exchange", "permute", "unpermute", "all_to_all_rows")
+    steps = {"send_rows": " in", "return_rows": " out"}
     with (
         mock.patch.multiple(platform, **{verb: recording(verb) for verb in verbs}),
-        mock.patch.multiple(ExpertParallel, **{method: during(method, name) for method, name in methods.items()}),
+        mock.patch.multiple(rows, **{function: during(function, name) for function, name in steps.items()}),
     ):
         moe(context.framework.tensor(problem.x[coordinates(context, ep, tp)[0]]))
     return calls

@@ -34,6 +34,7 @@ def test_examples_are_found():
     assert len(EXAMPLES) >= 6
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs(name, tmp_path):
     platform, code = EXAMPLES[name]

@@ -168,6 +168,7 @@ class TestInputs:
             assert local * ep * tp == total and names_kept
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["die", "stay away", "die after forward"])
 def test_a_missing_rank_is_an_error_that_names_the_operation(platform, how):
     """Within the time limit set for collectives (5 s here), not a hang. The other ep group, whole, may finish first."""

@@ -32,6 +32,7 @@ def launcher(request):
     return request.param
 
 
+@pytest.mark.ranks
 def test_check_on_two_hosts(launcher, tmp_path):
     first, second = launch(launcher, 2, ["-m", "hyper_parallel.check", "--device", "cpu"], tmp_path, num_hosts=2)
     assert (first[0], second[0]) == (0, 0), first[1][-3000:] + second[1][-3000:]
@@ -40,6 +41,7 @@ def test_check_on_two_hosts(launcher, tmp_path):
     assert "WRONG" not in outputs
 
 
+@pytest.mark.ranks
 def test_check_fails_on_a_wrong_rank(launcher, tmp_path):
     script = tmp_path / "broken.py"
     script.write_text(BREAK_RANK_1.format(platform=launcher.removesuffix("_npu")), encoding="utf-8")

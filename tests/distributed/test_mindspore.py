@@ -1,12 +1,9 @@
 """What MindSpore users bring along: recompute, decorated Cells, cells of their own, optimizers, float64."""
 
-import pytest
-
 from tests.harness import oracle, parity
+from tests.harness.by_name import CasesOf
 
-pytest.importorskip("mindspore")
-from tests.distributed import mindspore_cases as cases  # noqa: E402
-
+cases = CasesOf("tests.distributed.mindspore_cases")
 PROBLEM = oracle.make_problem(2, 4, 6, 8, counts=[[4, 3, 5, 4], [2, 6, 0, 8]])
 TOLERANCE = 1e-5
 

@@ -153,27 +153,27 @@ class TestCollectives:
         for calls in pool.run(cases.order_of_calls, problem=problem, ep=2, tp=2):
             assert calls == [
                 "start_counts_exchange",
-                "take_rows",  # tokens
-                "take_rows",  # scores
+                "permute",  # tokens
+                "permute",  # scores
                 "all_to_all_rows in",
-                "take_rows in",
+                "permute in",
                 "all_to_all_rows in",
-                "take_rows in",
-                "take_rows out",
+                "permute in",
+                "permute out",
                 "all_to_all_rows out",
-                "sum_copies",
+                "unpermute",
             ]
 
     def test_one_expert_per_rank_needs_no_order(self, pool):
         problem = oracle.make_problem(4, oracle.Settings(), num_experts=4)
         exchanges = ["all_to_all_rows in", "all_to_all_rows in", "all_to_all_rows out"]
         for calls in pool.run(cases.order_of_calls, problem=problem, ep=4, tp=1):
-            assert calls == ["start_counts_exchange", "take_rows", "take_rows", *exchanges, "sum_copies"]
+            assert calls == ["start_counts_exchange", "permute", "permute", *exchanges, "unpermute"]
 
     def test_one_ep_rank_exchanges_nothing(self, pool):
         problem = oracle.make_problem(1, oracle.Settings())
         for calls in pool.run(cases.order_of_calls, problem=problem, ep=1, tp=4):
-            assert calls == ["take_rows", "take_rows", "sum_copies"]
+            assert calls == ["permute", "permute", "unpermute"]
 
     def test_sums_in_a_wider_dtype(self, pool):
         """Each tp rank's term is rounded once, and so is the sum of the layer's output."""

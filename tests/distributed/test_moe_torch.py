@@ -7,10 +7,10 @@ import pytest
 
 from tests.distributed.moe_cases import VARIANTS
 from tests.harness import moe_oracle as oracle
+from tests.harness.by_name import CasesOf
 from tests.harness.oracle import relative_error
 
-pytest.importorskip("torch")
-from tests.distributed import moe_torch_cases as cases  # noqa: E402
+cases = CasesOf("tests.distributed.moe_torch_cases")
 
 
 @cache

@@ -6,6 +6,9 @@ import pytest
 
 from tests.distributed import expert_cases
 from tests.harness import oracle
+from tests.harness.by_name import CasesOf
+
+peers = CasesOf("tests.distributed.peer_cases")
 
 
 @pytest.mark.parametrize("ep,tp", [(2, 2), (4, 1)])
@@ -25,12 +28,10 @@ def test_torch_and_mindspore(torch_pool, mindspore_pool, ep, tp):
 @pytest.mark.skipif(not importlib.util.find_spec("torchtitan"), reason="needs: pip install --no-deps torchtitan==0.2.2")
 @pytest.mark.parametrize("ep,tp", [(2, 2), (4, 1), (1, 4)])
 def test_torchtitan(torch_pool, ep, tp):
-    from tests.distributed import peer_cases
-
     problem = oracle.make_problem(ep, 8, 6, 8)
     arguments = {"ep": ep, "tp": tp, "problem": problem}
-    for differences in torch_pool.run(peer_cases.against_torchtitan, **arguments):
+    for differences in torch_pool.run(peers.against_torchtitan, **arguments):
         assert max(differences) < 1e-5, differences
     if tp > 1:  # its output alone is one term of the sum
-        for differences in torch_pool.run(peer_cases.against_torchtitan, whole_output=False, **arguments):
+        for differences in torch_pool.run(peers.against_torchtitan, whole_output=False, **arguments):
             assert differences[0] > 0.1

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from tests.harness import oracle, parity
+from tests.harness.by_name import CasesOf
 
-pytest.importorskip("torch")
-from tests.distributed import torch_cases as cases  # noqa: E402
-
+cases = CasesOf("tests.distributed.torch_cases")
 PROBLEM = oracle.make_problem(2, 4, 6, 8, counts=[[4, 3, 5, 4], [2, 6, 0, 8]])
 
 

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 
 import hyper_parallel as hp
+from hyper_parallel.core.expert_parallel.exchange import SplitExchange
 from tests.harness import oracle
 from tests.harness.recording import recorded
 from tests.harness.setting import coordinates, mesh_for, to_dtype
@@ -119,5 +120,5 @@ def with_a_second_sum(context, ep, tp):
     """SplitExpertTensorParallel as if the layer had to sum over tp for it."""
     from unittest import mock
 
-    with mock.patch.object(hp.SplitExpertTensorParallel, "sums_over_tp", False):
+    with mock.patch.object(SplitExchange, "sums_over_tp", False):
         return against_one_device(context, "SplitExpertTensorParallel", ep, tp, 2)

@@ -3,10 +3,11 @@
     with RankPool("torch", 4) as pool:
         per_rank = pool.run(case, rows=8)       # case(rank_context, rows=8) on every rank, one result per rank
 
-A case is a top-level function of an importable module; arguments and results are plain values that pickle (numpy
-arrays, numbers, dicts). A case that fails on any rank may leave the process group out of step, so the pool then ends
-its processes, and the next `run` starts new ones. A case that expects an error is therefore cheaper if it catches the
-error itself. A pool belongs to the thread that runs its cases: on Linux the ranks end when that thread does.
+A case is a top-level function of an importable module, or its name (see by_name.py); arguments and results are plain
+values that pickle (numpy arrays, numbers, dicts). A case that fails on any rank may leave the process group out of
+step, so the pool then ends its processes, and the next `run` starts new ones. A case that expects an error is therefore
+cheaper if it catches the error itself. A pool belongs to the thread that runs its cases: on Linux the ranks end when
+that thread does.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class RankPool:
         """The processes alive now, the scheduler of MindSpore included."""
         return [process.handle.pid for process in self._processes()]
 
-    def run(self, case: Callable, /, time_limit_s: float = 60, collect: bool = False, **kwargs: Any) -> list:
+    def run(self, case: Callable | str, /, time_limit_s: float = 60, collect: bool = False, **kwargs: Any) -> list:
         """Call `case(rank_context, **kwargs)` on every rank and return the results, one per rank.
 
         A rank that raises or dies makes `run` raise `RankFailure`. With `collect` its place in the list holds a
@@ -246,8 +247,10 @@ class RankPool:
         self._ranks, self._scheduler = [], None
 
 
-def _name_of(case: Callable) -> str:
+def _name_of(case: Callable | str) -> str:
     """ "module:function", after checking that a rank will find the same function under it."""
+    if isinstance(case, str):
+        return case
     name = f"{case.__module__}:{case.__qualname__}"
     if getattr(sys.modules[case.__module__], case.__qualname__, None) is not case:
         raise ValueError(f"a case must be a top-level function of an importable module, got {name}")

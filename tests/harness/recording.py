@@ -4,6 +4,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
+from hyper_parallel.core.expert_parallel.exchange import DedupExchange, RowsExchange, SplitExchange
 from hyper_parallel.core.expert_parallel.expert_parallel import ExpertParallel
 
 TORCH = (
@@ -39,12 +40,13 @@ MINDSPORE = (
     "send",
     "recv",
 )
+STEPS = ("dispatch", "combine")
 MINDSPORE_PRIMITIVES = ("dist_comm_isend_op", "dist_comm_irecv_op")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """``step`` is the method of the style that was running: "_token_dispatch", "_token_combine", or "" outside.
+    """``step`` is what was running: "dispatch" or "combine", of bare experts or of a MoE layer, or "" outside.
     ``payload`` and ``shape`` are bytes and shape of the tensor that is sent; 0 and () where the verb takes none."""
 
     verb: str
@@ -62,9 +64,13 @@ def recorded(context):
         for owner, verb, ranks_of in _targets(context.platform):
             recording = _recording(getattr(owner, verb), verb, ranks_of, calls, step)
             stack.enter_context(mock.patch.object(owner, verb, recording))
-        for method in ("_token_dispatch", "_token_combine"):
-            original = getattr(ExpertParallel, method)
-            stack.enter_context(mock.patch.object(ExpertParallel, method, _during(original, method, step)))
+        for owner in (RowsExchange, DedupExchange, SplitExchange):
+            for method in STEPS:
+                stack.enter_context(mock.patch.object(owner, method, _during(getattr(owner, method), method, step)))
+        for method in STEPS:
+            name = f"_token_{method}"
+            recording = _during(getattr(ExpertParallel, name), method, step)
+            stack.enter_context(mock.patch.object(ExpertParallel, name, recording))
         yield calls
 
 
@@ -101,7 +107,13 @@ def _targets(platform):
     if platform == "torch":
         import torch.distributed as dist
 
-        return [(dist, verb, lambda args, kwargs: dist.get_process_group_ranks(kwargs.get("group"))) for verb in TORCH]
+        from hyper_parallel.platform.torch import compat
+
+        def of_group(args, kwargs):
+            groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
+            return dist.get_process_group_ranks(groups[0] if groups else None)
+
+        return [(dist, verb, of_group) for verb in TORCH] + [(compat, "all_to_all_single", of_group)]
     import mindspore.communication as comm
     from mindspore.mint import distributed as dist
 

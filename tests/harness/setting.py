@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 
 import hyper_parallel as hp
-from hyper_parallel.core.expert_parallel import token_exchange
+from hyper_parallel.core.expert_parallel.exchange import rows
 from hyper_parallel.platform import get_platform
 
 HIDDEN_DIM = {"w1": 1, "w2": 2, "w3": 1}
@@ -75,7 +75,7 @@ def sabotage(context, *kinds):
     breaks = {
         "drop_tp_sum": lambda: mock.patch.object(platform, "reduce_from_group", lambda self, x, *_: x),
         "drop_gradient_sum": lambda: mock.patch.object(platform, "copy_to_group", lambda self, x, *_: x),
-        "keep_rank_major": lambda: mock.patch.object(token_exchange, "expert_major_order", _rank_major),
+        "keep_rank_major": lambda: mock.patch.object(rows, "expert_major_order", _rank_major),
         "swap_splits": lambda: mock.patch.object(platform, "all_to_all_rows", _swapped(platform.all_to_all_rows)),
     }
     with ExitStack() as stack:

@@ -11,6 +11,8 @@ import pytest
 
 from tests.harness.pool import ROOT, RankFailure, RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def small_pool(platform):
@@ -122,7 +124,7 @@ def test_a_case_over_its_time_limit(small_pool):
     assert_works(small_pool)
     pids = small_pool.process_ids
     began = time.monotonic()
-    with pytest.raises(RankFailure, match="failed on rank 1 of 3 .*\n--- rank 1 had not answered after 1.0 s"):
+    with pytest.raises(RankFailure, match=r"failed on rank 1 of 3 .*\n--- rank 1 had not answered after 1.0 s"):
         small_pool.run(sleep_on, rank=1, time_limit_s=1, collect=True)
     assert time.monotonic() - began < 5
     assert_gone(pids)
@@ -184,6 +186,6 @@ def test_a_failing_start_shows_why(platform, tmp_path, monkeypatch):
     (tmp_path / f"{platform}.py").write_text("raise ImportError('a broken installation')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with RankPool(platform, 2) as pool:
-        with pytest.raises(RankFailure, match="(?s)starting failed on ranks 0,1 of 2 .*a broken installation"):
+        with pytest.raises(RankFailure, match=r"(?s)starting failed on ranks 0,1 of 2 .*a broken installation"):
             pool.run(sum_over_ranks)
         assert pool.process_ids == []

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hyper_parallel as hp
-from hyper_parallel.platform.torch import npu_kernels
+from hyper_parallel.platform.torch import npu_experts
 from tests.distributed import expert_cases, variant_cases
 from tests.harness import oracle, parity
 from tests.harness.setting import coordinates, local_part, make_experts, mesh_for
@@ -28,12 +28,12 @@ def in_dtype(context, dtype):
 def errors(context, dtype, misorder_experts=False, **arguments):
     """Relative errors of one rank against float64 on one device; see `parity.errors`. On request npu_grouped_matmul is
     given the counts of other experts."""
-    original = npu_kernels._grouped_matmul
+    original = npu_experts._grouped_matmul
 
     def misordered(left, right, counts_E, **options):
         return original(left, right, counts_E.roll(1), **options)
 
-    with mock.patch.object(npu_kernels, "_grouped_matmul", misordered if misorder_experts else original):
+    with mock.patch.object(npu_experts, "_grouped_matmul", misordered if misorder_experts else original):
         return parity.errors(in_dtype(context, dtype), **arguments)
 
 

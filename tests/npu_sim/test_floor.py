@@ -7,7 +7,7 @@ of torch_npu changes for the library, even one on which the simulated runtime do
 import pytest
 import torch
 
-from hyper_parallel.platform.torch import npu_kernels
+from hyper_parallel.platform.torch import npu_experts, npu_rows
 
 DTYPES = [torch.float16, torch.bfloat16]
 DERIVATIVE_KEYS = ("AutogradPrivateUse1", "Autograd", "CompositeImplicitAutograd")
@@ -36,7 +36,7 @@ def test_experts_pass_the_meta_kernels(dtype, with_scores):
         *(meta(*shape, dtype=dtype) for shape in [(3, 4, 6), (3, 6, 4), (3, 4, 6)]),
     )
     scores = meta(10, dtype=torch.float32) if with_scores else None
-    y = npu_kernels.swiglu_experts(x, w1, w2, w3, meta(3, dtype=torch.int64), scores)
+    y = npu_experts.swiglu_experts(x, w1, w2, w3, meta(3, dtype=torch.int64), scores)
     assert (y.shape, y.dtype) == (x.shape, dtype)
     y.sum().backward()
     for leaf in (x, w1, w2, w3, *([scores] if with_scores else [])):
@@ -44,21 +44,21 @@ def test_experts_pass_the_meta_kernels(dtype, with_scores):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_taking_copies_passes_the_meta_kernels(dtype):
+def test_permuting_copies_passes_the_meta_kernels(dtype):
     x, order = meta(5, 6, dtype=dtype), meta(10, dtype=torch.int64)
-    y = npu_kernels.take_rows(x, order, order, copies=2)
+    y = npu_rows.permute(x, order, order, copies=2)
     assert y.shape == (10, 6)
     y.sum().backward()
     assert (x.grad.shape, x.grad.dtype) == (x.shape, dtype)
 
 
 def test_grouped_matmul_still_has_no_derivative():
-    """When this fails, torch_npu differentiates it, and `npu_kernels._SwiGLUExperts` may lean on that."""
+    """When this fails, torch_npu differentiates it, and `npu_experts._SwiGLUExperts` may lean on that."""
     assert not has_derivative("npu_grouped_matmul")
 
 
 def test_swiglu_has_a_derivative():
-    assert has_derivative("npu_swiglu")  # npu_kernels.swiglu leans on it
+    assert has_derivative("npu_swiglu")  # npu_experts.swiglu leans on it
 
 
 def test_a_wrong_call_does_not_pass_the_meta_kernels():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.platform.torch import PLATFORM, npu_kernels
+from hyper_parallel.platform.torch import PLATFORM, npu_operators
 from tests.harness import oracle
 
 # bfloat16 keeps 8 bits of a number, float16 11; every value here is rounded a few times on its way.
@@ -17,7 +17,7 @@ COUNTS = {"uneven": [5, 0, 9, 2], "one has all": [0, 0, 7, 0], "no rows": [0, 0,
 
 @pytest.fixture(autouse=True)
 def _fresh_choice():
-    npu_kernels._runs.cache_clear()
+    npu_operators.runs.cache_clear()
 
 
 def run(device, problem, dtype, scores_dtype=None):
@@ -108,7 +108,7 @@ class HostCopies(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         from_npu = any(isinstance(arg, torch.Tensor) and arg.device.type == "npu" for arg in args)
-        to_host = isinstance(result, (int, float, bool)) or isinstance(result, torch.Tensor) and result.is_cpu
+        to_host = isinstance(result, (int, float, bool)) or (isinstance(result, torch.Tensor) and result.is_cpu)
         if from_npu and to_host:
             self.seen.append(str(function))
         return result
@@ -143,20 +143,20 @@ def test_what_runs_is_logged_once(npu, caplog):
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("num_tokens,copies", [(5, 1), (5, 3), (0, 2)])
-def test_take_rows_and_sum_copies(npu, dtype, num_tokens, copies):
+def test_permute_and_unpermute(npu, dtype, num_tokens, copies):
     random = np.random.default_rng(0)
     x = torch.tensor(random.standard_normal((num_tokens, 6)), dtype=dtype, device=npu).requires_grad_()
     order = torch.tensor(random.permutation(num_tokens * copies), device=npu)
     inverse = torch.argsort(order)
     grad = torch.tensor(random.standard_normal((num_tokens * copies, 6)), dtype=dtype, device=npu)
-    y = PLATFORM.take_rows(x, order, inverse, copies)
+    y = PLATFORM.permute(x, order, inverse, copies)
     y.backward(grad)
     assert torch.equal(y, x[order // copies])
     summed = grad.cpu().double()[inverse.cpu()].reshape(num_tokens, copies, 6).sum(1)
     assert oracle.relative_error(x.grad.cpu().double(), summed) < LIMITS[dtype]
 
     rows = grad.clone().requires_grad_()
-    y = PLATFORM.sum_copies(rows, order, inverse, copies)
+    y = PLATFORM.unpermute(rows, order, inverse, copies)
     y.backward(x.detach())
     assert oracle.relative_error(y.detach().cpu().double(), summed) < LIMITS[dtype]
     assert torch.equal(rows.grad, x.detach()[order // copies])

@@ -1,12 +1,17 @@
-"""Experts over devices: the styles, the token exchange and the arithmetic of the MoE layer."""
+"""Experts over devices: the styles, the exchanges of tokens, and the arithmetic of router, experts and MoE layer."""
 
-from hyper_parallel.core.expert_parallel.expert_parallel import ExpertParallel, ExpertTensorParallel, TensorParallel
-from hyper_parallel.core.expert_parallel.variants import DedupExpertTensorParallel, SplitExpertTensorParallel
+from hyper_parallel.core.expert_parallel.expert_parallel import (
+    DedupExpertTensorParallel,
+    ExpertParallel,
+    ExpertTensorParallel,
+    SplitExpertTensorParallel,
+    TensorParallel,
+)
 
 __all__ = [
-    "ExpertParallel",
-    "TensorParallel",
-    "ExpertTensorParallel",
     "DedupExpertTensorParallel",
+    "ExpertParallel",
+    "ExpertTensorParallel",
     "SplitExpertTensorParallel",
+    "TensorParallel",
 ]

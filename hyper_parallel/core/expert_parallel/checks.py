@@ -5,6 +5,9 @@ Shape suffixes: R rows, E experts, H hidden size, D model size.
 
 from dataclasses import dataclass
 
+from hyper_parallel.core.types import Tensor
+from hyper_parallel.platform.platform import Platform
+
 __all__ = [
     "ExpertShapes",
     "FeedForwardShapes",
@@ -45,7 +48,7 @@ def check_ready(platform, module, style):
     """
     if not platform.is_module(module):
         raise TypeError(f"{style} expects a {platform.name} module, got {type(module).__qualname__}")
-    earlier = platform.parallel_layer(module)
+    earlier = platform.sharded(module)
     if earlier is not None:
         raise RuntimeError(f"{style}: this module is already parallelised by {earlier.label}; apply one style, once")
     if platform.replaced_forward(module):
@@ -123,11 +126,16 @@ def _check_other_parameters(platform, module, parameters, style, num_experts):
         raise ValueError(f"{style} shards parameters w1, w2, w3{allowed}; this module also has {others}")
 
 
-def check_inputs(platform, shapes, x_RD, num_tokens_per_expert_E, scores_R):
+def check_inputs(
+    platform: Platform, shapes: ExpertShapes, x_RD: Tensor, num_tokens_per_expert_E: Tensor, scores_R: Tensor | None
+) -> Tensor:
     """Check the inputs of one call on the experts of ``shapes``; see ``GroupedExperts`` for what they must be.
 
     Values of the counts are checked where they can be read for free; on a device they are checked when they have been
     copied to the host anyway.
+
+    Returns:
+        the counts, int64 and known to the host where they could be read: nobody needs to read them again.
     """
     for name, value in (("x", x_RD), ("num_tokens_per_expert", num_tokens_per_expert_E), ("scores", scores_R)):
         if not platform.is_tensor(value) and not (name == "scores" and value is None):
@@ -146,8 +154,11 @@ def check_inputs(platform, shapes, x_RD, num_tokens_per_expert_E, scores_R):
         )
     if scores_R is not None and tuple(scores_R.shape) != (x_RD.shape[0],):
         raise ValueError(f"scores must have shape [{x_RD.shape[0]}], one per row of x, got {tuple(scores_R.shape)}")
-    if platform.on_host(num_tokens_per_expert_E):
-        check_counts(platform.to_host(num_tokens_per_expert_E)[0], x_RD.shape[0])
+    if not platform.on_host(num_tokens_per_expert_E):
+        return num_tokens_per_expert_E
+    (counts,) = platform.to_host(num_tokens_per_expert_E)
+    check_counts(counts, x_RD.shape[0])
+    return platform.int_tensor(counts, like=x_RD)
 
 
 def check_counts(counts, num_rows):

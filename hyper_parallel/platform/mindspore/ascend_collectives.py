@@ -17,7 +17,7 @@ import mindspore.communication as comm
 from mindspore import mint
 from mindspore.mint import distributed as dist
 
-from hyper_parallel.platform.mindspore.kernels import copied
+from hyper_parallel.platform.mindspore.rows import copied
 from hyper_parallel.platform.operation import operation
 
 __all__ = ["AllToAll", "all_to_all", "all_reduce", "broadcast", "all_gather"]

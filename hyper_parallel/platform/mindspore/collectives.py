@@ -2,15 +2,15 @@
 
 import mindspore.communication as comm
 from mindspore import mint
-from mindspore.common._grad_function import _Function
 
 from hyper_parallel.platform.mindspore import device
-from hyper_parallel.platform.mindspore.kernels import copied
+from hyper_parallel.platform.mindspore.compat import Function
+from hyper_parallel.platform.mindspore.rows import copied
 
 __all__ = ["AllToAllRows", "CopyToGroup", "ReduceFromGroup", "SplitOverGroup", "GatherFromGroup"]
 
 
-class AllToAllRows(_Function):
+class AllToAllRows(Function):
     """Forward: rows to the ranks they are meant for. Backward: their gradients back, with the splits swapped."""
 
     @staticmethod
@@ -31,7 +31,7 @@ def _all_reduce(x, group, name, dtype):
     return device.collectives().all_reduce(x.astype(dtype), group, name).astype(x.dtype)
 
 
-class CopyToGroup(_Function):
+class CopyToGroup(Function):
     """Forward: identity. Backward: sum over the group."""
 
     @staticmethod
@@ -44,7 +44,7 @@ class CopyToGroup(_Function):
         return _all_reduce(grad, *ctx.call), None, None, None
 
 
-class ReduceFromGroup(_Function):
+class ReduceFromGroup(Function):
     """Forward: sum over the group. Backward: identity."""
 
     @staticmethod
@@ -66,7 +66,7 @@ def _gather(x, splits, group, name):
     return device.collectives().all_to_all(mint.cat([x] * size, 0), (x.shape[0],) * size, splits, group, name)
 
 
-class SplitOverGroup(_Function):
+class SplitOverGroup(Function):
     """Forward: this rank's share of the rows. Backward: all shares, gathered."""
 
     @staticmethod
@@ -79,7 +79,7 @@ class SplitOverGroup(_Function):
         return _gather(grad, *ctx.call), None, None, None
 
 
-class GatherFromGroup(_Function):
+class GatherFromGroup(Function):
     """Forward: all shares, gathered. Backward: this rank's share."""
 
     @staticmethod

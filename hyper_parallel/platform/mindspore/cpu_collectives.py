@@ -18,9 +18,9 @@ import mindspore as ms
 import mindspore.communication as comm
 from mindspore import mint
 from mindspore.mint import distributed as dist
-from mindspore.ops.auto_generate.gen_ops_prim import dist_comm_irecv_op, dist_comm_isend_op
 
-from hyper_parallel.platform.mindspore.kernels import copied
+from hyper_parallel.platform.mindspore.compat import dist_comm_irecv_op, dist_comm_isend_op
+from hyper_parallel.platform.mindspore.rows import copied
 from hyper_parallel.platform.operation import operation
 
 __all__ = ["AllToAll", "all_to_all", "all_reduce", "broadcast", "all_gather"]

@@ -5,6 +5,7 @@ import mindspore.communication as comm
 import numpy as np
 
 from hyper_parallel.core import device_mesh
+from hyper_parallel.platform.mindspore import compat
 
 __all__ = ["DeviceMesh", "init_device_mesh", "check_device_type", "DEVICE_TARGETS", "BACKENDS"]
 
@@ -40,7 +41,7 @@ def check_device_type(device_type):
             f"device_type {device_type!r} does not fit the device target {target!r}: on MindSpore call "
             + " or ".join(f'mindspore.set_device("{of}") for "{kind}"' for kind, of in DEVICE_TARGETS.items())
         )
-    if not comm.GlobalComm.INITED:
+    if not compat.communication_is_initialised():
         raise RuntimeError(
             f'communication is not initialised; call mindspore.communication.init("{BACKENDS[device_type]}") first, in '
             "ranks started by msrun or with MindSpore's worker environment variables"

@@ -2,11 +2,9 @@
 
 import mindspore as ms
 import mindspore.communication as comm
-import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
-from hyper_parallel.core.expert_parallel import moe
-from hyper_parallel.platform.mindspore import collectives, device, device_mesh, kernels, sharding
+from hyper_parallel.platform.mindspore import collectives, compat, device, device_mesh, host, sharding
 from hyper_parallel.platform.platform import Platform
 
 __all__ = ["MindSporePlatform"]
@@ -36,7 +34,7 @@ class MindSporePlatform(Platform):
     # Modules
 
     def parameters(self, module):
-        return dict(module._params)
+        return dict(compat.parameters_of(module))
 
     def named_modules(self, module):
         return module.cells_and_names()
@@ -44,11 +42,14 @@ class MindSporePlatform(Platform):
     def replaced_forward(self, module):
         return "construct" in module.__dict__
 
-    def wrap_forward(self, module, layer):
-        sharding.wrap_construct(module, layer)
+    def wrap_forward(self, module, sharded):
+        sharding.wrap_construct(module, sharded)
 
-    def parallel_layer(self, module):
-        return getattr(type(module), sharding.LAYER, None)
+    def sharded(self, module):
+        return getattr(type(module), sharding.SHARDED, None)
+
+    def eagerly(self, function, *args):
+        return function(*args)
 
     # Meshes and layouts
 
@@ -84,79 +85,75 @@ class MindSporePlatform(Platform):
         return tensor.dtype in INTEGERS
 
     def on_host(self, tensor):
-        return not device.on_ascend() or kernels.host_values(tensor) is not None
+        return host.on_host(tensor)
 
     def to_host(self, *tensors):
-        known = [kernels.host_values(tensor) for tensor in tensors]
-        copied = [tensor.astype(ms.int64) for tensor, values in zip(tensors, known) if values is None]
-        ends = np.cumsum([tensor.shape[0] for tensor in copied])[:-1]
-        pieces = iter(np.split(mint.cat(copied).asnumpy(), ends) if copied else ())
-        return [(next(pieces) if values is None else values).tolist() for values in known]
+        return host.to_host(*tensors)
 
     def int_tensor(self, values, like):
-        return kernels.int_tensor(values)
+        return host.int_tensor(values)
+
+    def made_by_host(self, tensor):
+        return host.made_by_host(tensor)
 
     # Rows
 
-    def take_rows(self, x, index_R, inverse_R, copies=1):
-        return device.kernels().TakeRows.apply(x, index_R, inverse_R, copies)
+    def permute(self, x, order_R, inverse_R, copies=1):
+        return device.rows().permute(x, order_R, inverse_R, copies)
 
-    def sum_copies(self, x_RD, index_R, inverse_R, copies):
-        return device.kernels().SumCopies.apply(x_RD, index_R, inverse_R, copies)
+    def unpermute(self, x_RD, order_R, inverse_R, copies):
+        return device.rows().unpermute(x_RD, order_R, inverse_R, copies)
 
-    def gather_rows(self, x, index_R):
-        return device.kernels().GatherRows.apply(x, index_R)
+    def index_select(self, x, index_R):
+        return device.rows().index_select(x, index_R)
 
-    def sum_rows(self, x, index_R, num_rows):
-        return device.kernels().SumRows.apply(x, index_R, num_rows)
+    def index_add(self, x, index_R, num_rows):
+        return device.rows().index_add(x, index_R, num_rows)
 
     def concat(self, tensors, dim):
         return mint.cat(tensors, dim)
 
     def swiglu_experts(self, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R):
-        inputs = x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R
-        return moe.experts_from_products(device.kernels(), *inputs)
+        experts = device.experts().swiglu_experts
+        return experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
 
     def same_dtype(self, x, weight):
         return x.dtype == weight.dtype
 
     def swiglu(self, gate, up):
-        return device.kernels().swiglu(gate, up)
+        return device.experts().swiglu(gate, up)
 
     # Routing
 
     def probabilities(self, logits_TE, score_func):
-        logits_TE = logits_TE.astype(ms.float32) if logits_TE.dtype in (ms.float16, ms.bfloat16) else logits_TE
-        if logits_TE.shape[0] == 0:
-            return logits_TE
-        return mint.softmax(logits_TE, -1) if score_func == "softmax" else mint.sigmoid(logits_TE)
+        return device.routing().probabilities(logits_TE, score_func)
 
     def detach(self, x):
         return ops.stop_gradient(x)
 
     def top_indices(self, x_TE, k):
-        return device.kernels().top_indices(x_TE, k)
+        return device.routing().top_indices(x_TE, k)
 
-    def pick(self, x_TE, index_TK):
-        return device.kernels().Pick.apply(x_TE, index_TK)
+    def take_along(self, x_TE, index_TK):
+        return device.routing().take_along(x_TE, index_TK)
 
-    def mark(self, index_TK, size):
-        return device.kernels().mark(index_TK, size)
+    def multi_hot(self, index_TK, size):
+        return device.routing().multi_hot(index_TK, size)
 
-    def marked_positions(self, marks, num_marked):
-        return device.kernels().marked_positions(marks, num_marked)
+    def nonzero(self, x, num_nonzero):
+        return device.routing().nonzero(x, num_nonzero)
 
     def to_int(self, x):
         return x.astype(ms.int64)
 
     def sort_by_expert(self, selected_TK, num_experts):
-        return device.kernels().sort_by_expert(selected_TK, num_experts)
+        return device.routing().sort_by_expert(selected_TK, num_experts)
 
     def scale_rows(self, x_RD, scores_R):
-        return (x_RD * scores_R.reshape((scores_R.shape[0], 1))).astype(x_RD.dtype)
+        return device.rows().scale_rows(x_RD, scores_R)
 
     def count_in_backward(self, x, counter_E, counts_E):
-        return device.kernels().CountInBackward.apply(x, counter_E, counts_E)
+        return device.routing().count_in_backward(x, counter_E, counts_E)
 
     def assign(self, buffer, value):
         buffer.set_data(value.astype(buffer.dtype))
@@ -187,9 +184,4 @@ class MindSporePlatform(Platform):
         return device.collectives().all_reduce(x, group, name)
 
     def digests(self, x, group, name):
-        rows = x.asnumpy().reshape(x.shape[0], int(np.prod(x.shape[1:]))).astype(np.float64)
-        digest = [x.shape[0], rows.sum(), np.square(rows).sum(), rows.sum(1) @ np.arange(1, x.shape[0] + 1)]
-        # As integers of the same bits: not every backend and device takes float64.
-        bits = Tensor(np.asarray(digest, np.float64).view(np.int64))
-        gathered = device.collectives().all_gather(bits, group, name)
-        return [vector.asnumpy().view(np.float64).tolist() for vector in gathered]
+        return device.routing().digests(x, group, name)

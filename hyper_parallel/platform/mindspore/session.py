@@ -8,6 +8,7 @@ import mindspore.communication as comm
 import numpy as np
 from mindspore import Parameter, Tensor
 
+from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.platform.mindspore.device_mesh import BACKENDS, DEVICE_TARGETS
 
 __all__ = [
@@ -36,7 +37,7 @@ def join(device_type):
     Raises:
         RuntimeError: no launcher, or its ranks cannot be reached. ValueError: unknown device type.
     """
-    if comm.GlobalComm.INITED:
+    if compat.communication_is_initialised():
         return False
     if device_type not in DEVICE_TARGETS:
         raise ValueError(f"unknown device type {device_type!r}; MindSpore runs on {', '.join(DEVICE_TARGETS)} here")

@@ -6,11 +6,11 @@ MindSpore 2.10 has no distributed tensor; a ``ShardedParameter`` is one of the l
 from mindspore import Parameter, Tensor, mint
 
 from hyper_parallel.platform.mindspore import device
-from hyper_parallel.platform.mindspore.kernels import copied
+from hyper_parallel.platform.mindspore.rows import copied
 
-__all__ = ["ShardedParameter", "distribute", "shard_parameter", "wrap_construct", "LAYER"]
+__all__ = ["ShardedParameter", "distribute", "shard_parameter", "wrap_construct", "SHARDED"]
 
-LAYER = "_hyper_parallel_layer"
+SHARDED = "_hyper_parallel_sharded"
 
 
 class ShardedParameter(Parameter, Tensor):
@@ -74,15 +74,18 @@ def shard_parameter(cell, name, device_mesh, placements):
     new.name = old.name
 
 
-def wrap_construct(cell, layer):
-    """Give ``cell`` a subclass of its class whose construct is ``layer``; see ``Platform.wrap_forward``."""
+def wrap_construct(cell, sharded):
+    """Give ``cell`` a subclass of its class whose construct is ``sharded``; see ``Platform.wrap_forward``."""
     original = type(cell)
+    if SHARDED in vars(original):
+        setattr(original, SHARDED, sharded)
+        return
 
     def construct(self, *inputs, **keywords):
         def local_forward(*local_inputs, **local_keywords):
             return original.construct(self, *local_inputs, **local_keywords)
 
-        return layer(self, local_forward, *inputs, **keywords)
+        return getattr(type(self), SHARDED)(self, local_forward, *inputs, **keywords)
 
-    body = {"construct": construct, LAYER: layer, "__module__": original.__module__, "__doc__": original.__doc__}
-    cell.__class__ = type(f"{layer.label}{original.__name__}", (original,), body)
+    body = {"construct": construct, SHARDED: sharded, "__module__": original.__module__, "__doc__": original.__doc__}
+    cell.__class__ = type(f"{sharded.label}{original.__name__}", (original,), body)

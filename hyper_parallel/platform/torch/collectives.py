@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.operation import operation
+from hyper_parallel.platform.torch import compat
 
 __all__ = [
     "let_gloo_finish_before_exit",
@@ -49,16 +50,15 @@ class CountsExchange:
 
     def __init__(self, counts, group, name):
         self._group, self._name = group, name
-        self._counts = counts.to(torch.int64).contiguous()  # kept: the backend reads it until the wait
-        self._received = torch.empty_like(self._counts)
+        num_ranks = dist.get_world_size(group)
+        splits = [len(counts) // num_ranks] * num_ranks
         with _named(name, group):
-            self._work = dist.all_to_all_single(self._received, self._counts, group=group, async_op=True)
+            self._received = compat.all_to_all_single(counts.to(torch.int64).contiguous(), splits, splits, group)
 
     def wait(self):
         """What arrived, complete: HCCL and NCCL give the host no order of their own."""
         with _named(self._name, self._group):
-            self._work.wait()
-        return self._received
+            return compat.wait_tensor(self._received)
 
 
 def all_gather_vector(vector, group, name):
@@ -72,10 +72,8 @@ def all_gather_vector(vector, group, name):
 
 
 def _all_to_all(x, send_splits, recv_splits, group, name):
-    received = x.new_empty((sum(recv_splits), *x.shape[1:]))
     with _named(name, group):
-        dist.all_to_all_single(received, x.contiguous(), list(recv_splits), list(send_splits), group=group)
-    return received
+        return compat.wait_tensor(compat.all_to_all_single(x.contiguous(), recv_splits, send_splits, group))
 
 
 def all_reduce(x, group, name, dtype=None):

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-__all__ = ["on_host", "to_host", "int_tensor"]
+__all__ = ["int_tensor", "made_by_host", "on_host", "to_host"]
 
 # Attribute of a tensor that was made from host values: they need not be copied back to be read.
 HOST_VALUES = "_hyper_parallel_host_values"
@@ -11,7 +11,12 @@ HOST_VALUES = "_hyper_parallel_host_values"
 
 def on_host(tensor):
     """Whether reading the values costs no copy from a device."""
-    return tensor.device.type == "cpu" or hasattr(tensor, HOST_VALUES)
+    return tensor.device.type == "cpu" or made_by_host(tensor)
+
+
+def made_by_host(tensor):
+    """Whether :func:`int_tensor` made the tensor."""
+    return hasattr(tensor, HOST_VALUES)
 
 
 def to_host(*tensors):

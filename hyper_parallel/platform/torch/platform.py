@@ -1,6 +1,5 @@
 """The verbs of ``Platform`` on PyTorch."""
 
-import math
 import os
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.platform.platform import Platform
-from hyper_parallel.platform.torch import collectives, host, kernels, npu_kernels, sharding
+from hyper_parallel.platform.torch import collectives, compat, device, host, routing, sharding
 
 __all__ = ["TorchPlatform"]
 
@@ -45,11 +44,15 @@ class TorchPlatform(Platform):
     def replaced_forward(self, module):
         return "forward" in module.__dict__
 
-    def wrap_forward(self, module, layer):
-        sharding.wrap_forward(module, layer)
+    def wrap_forward(self, module, sharded):
+        sharding.wrap_forward(module, sharded)
 
-    def parallel_layer(self, module):
-        return getattr(type(module), sharding.LAYER, None)
+    def sharded(self, module):
+        return getattr(type(module), sharding.SHARDED, None)
+
+    @compat.never_compiled
+    def eagerly(self, function, *args):
+        return function(*args)
 
     # Meshes and layouts
 
@@ -99,19 +102,22 @@ class TorchPlatform(Platform):
     def int_tensor(self, values, like):
         return host.int_tensor(values, like)
 
+    def made_by_host(self, tensor):
+        return host.made_by_host(tensor)
+
     # Rows
 
-    def take_rows(self, x, index_R, inverse_R, copies=1):
-        return _kernels_for(x).take_rows(x, index_R, inverse_R, copies)
+    def permute(self, x, order_R, inverse_R, copies=1):
+        return device.rows(x).permute(x, order_R, inverse_R, copies)
 
-    def sum_copies(self, x_RD, index_R, inverse_R, copies):
-        return _kernels_for(x_RD).sum_copies(x_RD, index_R, inverse_R, copies)
+    def unpermute(self, x_RD, order_R, inverse_R, copies):
+        return device.rows(x_RD).unpermute(x_RD, order_R, inverse_R, copies)
 
-    def gather_rows(self, x, index_R):
-        return x.index_select(0, index_R)
+    def index_select(self, x, index_R):
+        return device.rows(x).index_select(x, index_R)
 
-    def sum_rows(self, x, index_R, num_rows):
-        return x.new_zeros(num_rows, *x.shape[1:]).index_add(0, index_R, x)
+    def index_add(self, x, index_R, num_rows):
+        return device.rows(x).index_add(x, index_R, num_rows)
 
     def concat(self, tensors, dim):
         return torch.cat(tensors, dim)
@@ -121,52 +127,46 @@ class TorchPlatform(Platform):
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             x_RD, w1_EHD, w2_EDH, w3_EHD = (value.to(dtype) for value in (x_RD, w1_EHD, w2_EDH, w3_EHD))
-        experts = _kernels_for(x_RD).swiglu_experts
+        experts = device.experts(x_RD).swiglu_experts
         return experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
 
     def same_dtype(self, x, weight):
         return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
 
     def swiglu(self, gate, up):
-        return _kernels_for(gate).swiglu(gate, up)
+        return device.experts(gate).swiglu(gate, up)
 
     # Routing
 
     def probabilities(self, logits_TE, score_func):
-        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        return torch.softmax(logits_TE, -1) if score_func == "softmax" else torch.sigmoid(logits_TE)
+        return routing.probabilities(logits_TE, score_func)
 
     def detach(self, x):
         return x.detach()
 
     def top_indices(self, x_TE, k):
-        return torch.topk(x_TE, k, dim=-1).indices
+        return routing.top_indices(x_TE, k)
 
-    def pick(self, x_TE, index_TK):
-        return x_TE.gather(-1, index_TK)
+    def take_along(self, x_TE, index_TK):
+        return routing.take_along(x_TE, index_TK)
 
-    def mark(self, index_TK, size):
-        return torch.zeros(index_TK.shape[0], size, device=index_TK.device).scatter_(1, index_TK, 1.0)
+    def multi_hot(self, index_TK, size):
+        return routing.multi_hot(index_TK, size)
 
-    def marked_positions(self, marks, num_marked):
-        # Not torch.nonzero, which would have the host wait for the device to learn how many there are.
-        return torch.argsort((marks == 0).to(torch.uint8), stable=True)[:num_marked]
+    def nonzero(self, x, num_nonzero):
+        return routing.nonzero(x, num_nonzero)
 
     def to_int(self, x):
         return x.to(torch.int64)
 
     def sort_by_expert(self, selected_TK, num_experts):
-        experts_R = selected_TK.reshape(-1)
-        order_R = torch.argsort(experts_R, stable=True)
-        inverse_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-        counts_E = experts_R.new_zeros(num_experts).scatter_add_(0, experts_R, torch.ones_like(experts_R))
-        return order_R, inverse_R, counts_E
+        return routing.sort_by_expert(selected_TK, num_experts)
 
     def scale_rows(self, x_RD, scores_R):
-        return kernels.scale_rows(x_RD, scores_R)
+        return device.rows(x_RD).scale_rows(x_RD, scores_R)
 
     def count_in_backward(self, x, counter_E, counts_E):
-        return kernels.CountInBackward.apply(x, counter_E, counts_E)
+        return routing.count_in_backward(x, counter_E, counts_E)
 
     def assign(self, buffer, value):
         buffer.copy_(value)
@@ -195,15 +195,7 @@ class TorchPlatform(Platform):
         return collectives.all_reduce(x, group, name)
 
     def digests(self, x, group, name):
-        x = x.detach().double().reshape(x.shape[0], math.prod(x.shape[1:]))
-        weights = torch.arange(1.0, x.shape[0] + 1, dtype=x.dtype, device=x.device)
-        digest = torch.stack([torch.tensor(float(x.shape[0])).to(x), x.sum(), x.square().sum(), x.sum(1) @ weights])
-        return collectives.all_gather_vector(digest, group, name).tolist()
-
-
-def _kernels_for(x):
-    """The row kernels for the device of x. What runs there in detail is logged by them."""
-    return npu_kernels if x.device.type == "npu" else kernels
+        return routing.digests(x, group, name)
 
 
 def _share_time_limit(mesh):
@@ -212,6 +204,6 @@ def _share_time_limit(mesh):
     torch gives a new group its default of 30 minutes, whatever the user set for the default group; a rank that never
     comes would be waited for that long.
     """
-    default = dist.group.WORLD._get_backend(torch.device("cpu"))
+    limit = compat.default_time_limit("cpu")
     for axis in range(mesh.ndim):
-        dist.distributed_c10d._set_pg_timeout(default.options._timeout, mesh.get_group(axis))
+        compat.set_time_limit(mesh.get_group(axis), limit)

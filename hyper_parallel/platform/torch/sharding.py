@@ -1,12 +1,13 @@
 """Parameters as DTensors, and modules that compute with their local parts."""
 
-import torch
 import torch.distributed.tensor as dt
 from torch import nn
 
-__all__ = ["to_torch", "shard_parameter", "wrap_forward", "LAYER"]
+from hyper_parallel.platform.torch import compat
 
-LAYER = "_hyper_parallel_layer"
+__all__ = ["to_torch", "shard_parameter", "wrap_forward", "SHARDED"]
+
+SHARDED = "_hyper_parallel_sharded"
 
 
 def to_torch(placements):
@@ -29,23 +30,26 @@ def shard_parameter(module, name, device_mesh, placements):
     module.register_parameter(name, new)
 
 
-def wrap_forward(module, layer):
-    """Give ``module`` a subclass of its class whose forward is ``layer``.
+def wrap_forward(module, sharded):
+    """Give ``module`` a subclass of its class whose forward is ``sharded``.
 
     A class, unlike a forward put on the object, is shared by deep copies without tying them to the original.
     """
     original = type(module)
+    if SHARDED in vars(original):
+        setattr(original, SHARDED, sharded)
+        return
 
     def forward(self, *inputs, **keywords):
         def local_forward(*local_inputs, **local_keywords):
             return _call_with_local_parameters(self, original, local_inputs, local_keywords)
 
-        return layer(self, local_forward, *inputs, **keywords)
+        return getattr(type(self), SHARDED)(self, local_forward, *inputs, **keywords)
 
     # Row counts are data: compiling this would compile again for every new routing.
-    forward = torch._disable_dynamo(forward)
-    body = {"forward": forward, LAYER: layer, "__module__": original.__module__, "__doc__": original.__doc__}
-    module.__class__ = type(f"{layer.label}{original.__name__}", (original,), body)
+    forward = compat.never_compiled(forward)
+    body = {"forward": forward, SHARDED: sharded, "__module__": original.__module__, "__doc__": original.__doc__}
+    module.__class__ = type(f"{sharded.label}{original.__name__}", (original,), body)
 
 
 def _call_with_local_parameters(module, original, inputs, keywords):
@@ -67,8 +71,8 @@ def _local_twin(module, cls):
     twin = object.__new__(cls)
     parameters = {
         name: parameter.to_local() if isinstance(parameter, dt.DTensor) else parameter
-        for name, parameter in module._parameters.items()
+        for name, parameter in compat.parameters_of(module).items()
     }
-    children = {name: child and _local_twin(child, type(child)) for name, child in module._modules.items()}
+    children = {name: child and _local_twin(child, type(child)) for name, child in compat.children_of(module).items()}
     vars(twin).update(vars(module), _parameters=parameters, _modules=children)
     return twin

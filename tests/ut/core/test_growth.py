@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hyper_parallel.core.expert_parallel.token_exchange import expert_major_order, inverse_order, splits_by_rank
+from hyper_parallel.core.expert_parallel.exchange.rows import expert_major_order, inverse_order, splits_by_rank
 from tests.harness.mesh_of_tuples import MeshOfTuples
 
 NUM_RANKS = 4096

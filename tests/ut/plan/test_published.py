@@ -36,8 +36,10 @@ def test_a_stage_of_deepseek_v3():
 
 
 def test_a_device_of_deepseek_v3():
-    """The same: 11.64 GB per device with ep 8 and tp 2 of attention, experts not cut by tp. It does not say of each weight
-    whether tp cuts it, so 1 %."""
+    """The same: 11.64 GB per device with ep 8 and tp 2 of attention, experts not cut by tp.
+
+    The paper does not say of each weight whether tp cuts it, so 1 %.
+    """
     model, dense = stage()
     of_heads = model.num_layers * model.attention.head_parameters
     parameters = dense - of_heads // 2 + model.shared_parameters() + model.expert_parameters(ep=8)

@@ -15,7 +15,7 @@ from mindspore import Tensor, communication, mint, ops
 from mindspore.mint import distributed
 from mindspore.ops.auto_generate import grouped_matmul_v4
 
-from hyper_parallel.platform.mindspore import ascend_kernels
+from hyper_parallel.platform.mindspore import ascend_experts, ascend_rows
 
 ROWS, FEATURES, EXPERTS = 6, 16, 3
 COUNTS = Tensor(np.array([1, 2, 3]), ms.int64)
@@ -24,15 +24,15 @@ DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32}
 
 
 def product_of_groups(x, w):
-    return ascend_kernels.product_of_groups(x, w, COUNTS)
+    return ascend_experts.product_of_groups(x, w, COUNTS)
 
 
 def swiglu_of_halves(x):
-    return ascend_kernels.swiglu_of_halves(x)
+    return ascend_experts.swiglu_of_halves(x)
 
 
 def sum_of_copies(rows, ones):
-    return ascend_kernels.sum_of_copies(rows, POSITIONS, ones)
+    return ascend_rows.sum_of_copies(rows, POSITIONS, ones)
 
 
 def separate_outputs(x, w):
@@ -46,7 +46,7 @@ def without_gradient(x):
 
 
 def wrong_shapes(x, w):
-    return ascend_kernels.product_of_groups(x, w[:, 1:], COUNTS)
+    return ascend_experts.product_of_groups(x, w[:, 1:], COUNTS)
 
 
 CASES = {

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import require
-from tests.harness import by_name, oracle, parity
+from tests.harness import oracle, parity
+from tests.harness.by_name import CasesOf
 
+cases = CasesOf("tests.distributed.ascend_cases")
 ROOT = Path(__file__).resolve().parents[3]
 DTYPES = ("float16", "bfloat16", "float32")
 TOLERANCE = 1e-5
@@ -31,10 +33,6 @@ def compiler():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def run(pool, case, **arguments):
-    return pool.run(by_name.call, case=f"tests.distributed.ascend_cases:{case}", **arguments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,7 +102,7 @@ MESHES = [
 def test_experts(mindspore_pool, style, ep, tp, with_scores):
     problem = PROBLEM if ep == 2 else oracle.make_problem(1, 4, 6, 8, counts=[[4, 0, 7, 5]])
     arguments = {"style": style, "ep": ep, "tp": tp, "problem": problem, "with_scores": with_scores}
-    errors, calls = zip(*run(mindspore_pool, "experts", **arguments))
+    errors, calls = zip(*mindspore_pool.run(cases.experts, **arguments))
     parity.assert_close(errors, TOLERANCE)
     assert all(counts["swiglu"] for counts in calls)
     # A rank whose rows are all of one expert needs no grouped product.
@@ -115,7 +113,7 @@ def test_experts(mindspore_pool, style, ep, tp, with_scores):
 @pytest.mark.parametrize("problem", [ALL_TO_ONE, NO_ROWS], ids=["all to one", "a rank without rows"])
 def test_ranks_and_experts_without_rows(mindspore_pool, problem):
     arguments = {"style": "ExpertTensorParallel", "ep": 2, "tp": 2, "problem": problem}
-    errors, calls = zip(*run(mindspore_pool, "experts", **arguments))
+    errors, calls = zip(*mindspore_pool.run(cases.experts, **arguments))
     parity.assert_close(errors, TOLERANCE)
     # Backward sends as often as forward, on every rank: rows and scores there, rows back, and counts once.
     assert {counts["all_to_all_single"] for counts in calls} == {1 + 2 * 3}
@@ -123,13 +121,13 @@ def test_ranks_and_experts_without_rows(mindspore_pool, problem):
 
 def test_a_dropped_sum_is_seen(mindspore_pool):
     arguments = {"style": "ExpertTensorParallel", "ep": 2, "tp": 2, "problem": PROBLEM, "breaks": ("drop_tp_sum",)}
-    errors, _ = zip(*run(mindspore_pool, "experts", **arguments))
+    errors, _ = zip(*mindspore_pool.run(cases.experts, **arguments))
     assert parity.worst(errors)["output"] > 0.1
 
 
 @pytest.mark.parametrize("style", ["ExpertTensorParallel", "DedupExpertTensorParallel", "SplitExpertTensorParallel"])
 def test_moe_layer(mindspore_pool, style):
-    errors, calls = zip(*run(mindspore_pool, "moe_layer", style=style))
+    errors, calls = zip(*mindspore_pool.run(cases.moe_layer, style=style))
     parity.assert_close(errors, TOLERANCE)
     for counts in calls:
         assert counts["topk"] and counts["sort"]
@@ -137,27 +135,28 @@ def test_moe_layer(mindspore_pool, style):
 
 
 def test_collectives_agree_with_those_of_the_cpu(mindspore_pool):
-    for ascend, cpu in run(mindspore_pool, "collectives"):
+    for ascend, cpu in mindspore_pool.run(cases.collectives):
         assert ascend == cpu
 
 
 def test_routing_operators_agree_with_the_portable_ones(mindspore_pool):
-    for ascend, portable in run(mindspore_pool, "routing"):
+    for ascend, portable in mindspore_pool.run(cases.routing):
         assert ascend == portable
 
 
 def test_one_copy_to_the_host(mindspore_pool):
     """Both lists of counts together; what the library made of host numbers itself is not copied back."""
-    for copies, on_host in run(mindspore_pool, "copies_to_host", problem=PROBLEM):
+    for copies, on_host in mindspore_pool.run(cases.copies_to_host, problem=PROBLEM):
         assert not on_host
         assert copies == [(4 + 4,)]
 
 
 def test_the_choice_is_logged(mindspore_pool):
-    message, names = run(mindspore_pool, "chosen")[0]
-    assert message == "mindspore, device target CPU: ascend_collectives and ascend_kernels"
-    assert names == [f"hyper_parallel.platform.mindspore.ascend_{name}" for name in ("collectives", "kernels")]
+    message, names = mindspore_pool.run(cases.chosen)[0]
+    rooms = [f"ascend_{room}" for room in ("collectives", "experts", "routing", "rows")]
+    assert message == f"mindspore, device target CPU: {', '.join(rooms)}"
+    assert names == [f"hyper_parallel.platform.mindspore.{room}" for room in rooms]
 
 
 def test_check(mindspore_pool):
-    assert run(mindspore_pool, "whole_check") == [0] * 4
+    assert mindspore_pool.run(cases.whole_check) == [0] * 4

@@ -36,7 +36,7 @@ def gradients(torch, kind, y):
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("scores_dtype", ["float32", "float64"])
 def test_scale_rows(torch, dtype, scores_dtype, shape, grad):
-    from hyper_parallel.platform.torch.kernels import scale_rows
+    from hyper_parallel.platform.torch.rows import scale_rows
 
     x, scores = (draw(torch, shape, dtype, 1), draw(torch, shape[:1], scores_dtype, 2).abs())
     leaves = x.requires_grad_(), scores.requires_grad_()
@@ -56,22 +56,22 @@ def test_scale_rows(torch, dtype, scores_dtype, shape, grad):
 @pytest.mark.parametrize("grad", ["dense", "transposed", "expanded"])
 @pytest.mark.parametrize("num_rows,copies", [(0, 2), (5, 1), (5, 3), (2, 9)])
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_take_rows_and_sum_copies(torch, dtype, num_rows, copies, grad):
-    from hyper_parallel.platform.torch.kernels import sum_copies, take_rows
+def test_permute_and_unpermute(torch, dtype, num_rows, copies, grad):
+    from hyper_parallel.platform.torch.rows import permute, unpermute
 
     order = torch.tensor(np.random.default_rng(3).permutation(num_rows * copies))
     inverse = torch.argsort(order)
     token = order // copies
 
     x = draw(torch, (num_rows, 6), dtype, 1).requires_grad_()
-    y = take_rows(x, order, inverse, copies)
+    y = permute(x, order, inverse, copies)
     dy = gradients(torch, grad, y)
     y.backward(dy)
     summed = torch.zeros(num_rows, 6, dtype=torch.float64).index_add(0, token, dy.double())
     assert torch.equal(y, x[token]) and relative_error(x.grad.double(), summed) < LIMITS[dtype]
 
     rows = draw(torch, (num_rows * copies, 6), dtype, 2).requires_grad_()
-    y = sum_copies(rows, order, inverse, copies)
+    y = unpermute(rows, order, inverse, copies)
     dy = gradients(torch, grad, y)
     y.backward(dy)
     summed = torch.zeros(num_rows, 6, dtype=torch.float64).index_add(0, token, rows.detach().double())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.core.expert_parallel.token_exchange import expert_major_order, inverse_order, splits_by_rank
+from hyper_parallel.core.expert_parallel.exchange.rows import expert_major_order, inverse_order, splits_by_rank
 from tests.distributed import expert_cases as cases
 from tests.harness import oracle, parity
 from tests.harness.frameworks import framework

@@ -1,4 +1,4 @@
-"""Row kernels of the experts for tensors on any torch device, with hand-written gradients.
+"""Experts on rows sorted by expert, on any torch device, with hand-written gradients.
 
 Shape suffixes: R rows, E experts, D model size, H hidden size; K, M, N features of any kind.
 """
@@ -6,34 +6,10 @@ Shape suffixes: R rows, E experts, D model size, H hidden size; K, M, N features
 import torch
 from torch.nn.functional import silu
 
-from hyper_parallel.platform.torch import host, row_arithmetic
+from hyper_parallel.core.expert_parallel.experts import row_groups
+from hyper_parallel.platform.torch import host, rows
 
-__all__ = ["take_rows", "sum_copies", "scale_rows", "swiglu_experts", "swiglu", "CountInBackward"]
-
-
-def row_groups(counts):
-    """(expert, first row, row after the last) of every expert that has rows."""
-    groups, start = [], 0
-    for expert, count in enumerate(counts):
-        if count:
-            groups.append((expert, start, start + count))
-        start += count
-    return tuple(groups)
-
-
-def take_rows(x, index_R, inverse_R, copies=1):
-    """``y[i] = x[index[i] // copies]``; see ``Platform.take_rows``."""
-    return TakeRows.apply(x, index_R, inverse_R, copies)
-
-
-def sum_copies(x, index_R, inverse_R, copies):
-    """``y[t]`` = sum over k of ``x[inverse[t * copies + k]]``; see ``Platform.sum_copies``."""
-    return SumCopies.apply(x, index_R, inverse_R, copies)
-
-
-def scale_rows(x_RD, scores_R):
-    """Rows times their scores; see ``Platform.scale_rows``."""
-    return ScaleRows.apply(x_RD, scores_R)
+__all__ = ["swiglu", "swiglu_experts"]
 
 
 def swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R=None):
@@ -45,59 +21,6 @@ def swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores
 def swiglu(gate, up):
     """``silu(gate) * up``."""
     return SwiGLU.apply(gate, up)
-
-
-class TakeRows(torch.autograd.Function):
-    """``y[i] = x[index[i] // copies]``. The gradient is gathered by the inverse order: nothing is added at random."""
-
-    @staticmethod
-    def forward(ctx, x, index_R, inverse_R, copies):
-        ctx.save_for_backward(inverse_R)
-        ctx.copies = copies
-        return _taken(x, index_R, copies)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (inverse_R,) = ctx.saved_tensors
-        return row_arithmetic.sum_copies(grad, inverse_R, ctx.copies), None, None, None
-
-
-class SumCopies(torch.autograd.Function):
-    """``y[t]`` = sum over k of ``x[inverse[t * copies + k]]``: what ``TakeRows`` does backward."""
-
-    @staticmethod
-    def forward(ctx, x, index_R, inverse_R, copies):
-        ctx.save_for_backward(index_R)
-        ctx.copies = copies
-        return row_arithmetic.sum_copies(x, inverse_R, copies)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (index_R,) = ctx.saved_tensors
-        return _taken(grad, index_R, ctx.copies), None, None, None
-
-
-def _taken(x, index_R, copies):
-    return x.index_select(0, index_R if copies == 1 else index_R // copies)
-
-
-class ScaleRows(torch.autograd.Function):
-    """Rows times their scores."""
-
-    @staticmethod
-    def forward(ctx, x_RD, scores_R):
-        ctx.save_for_backward(x_RD, scores_R)
-        return row_arithmetic.scale_rows(x_RD, scores_R)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_RD):
-        x_RD, scores_R = ctx.saved_tensors
-        needs_x, needs_scores = ctx.needs_input_grad
-        return (
-            row_arithmetic.scale_rows(grad_RD, scores_R) if needs_x else None,
-            row_arithmetic.row_products(grad_RD, x_RD, scores_R.dtype) if needs_scores else None,
-        )
 
 
 class SwiGLUExperts(torch.autograd.Function):
@@ -114,12 +37,12 @@ class SwiGLUExperts(torch.autograd.Function):
         gate_RH, up_RH = (x_RD.new_empty(x_RD.shape[0], w1_EHD.shape[1]) for _ in range(2))
         y_RD = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
         w1_EDH, w2_EHD, w3_EDH = (weight.mT for weight in (w1_EHD, w2_EDH, w3_EHD))
-        for rows, local in _batches(groups, gate_RH.shape[1]):
-            x, gate, up = x_RD[rows], gate_RH[rows], up_RH[rows]
+        for batch, local in _batches(groups, gate_RH.shape[1]):
+            x, gate, up = x_RD[batch], gate_RH[batch], up_RH[batch]
             _multiply(x, w1_EDH, gate, local)
             _multiply(x, w3_EDH, up, local)
-            hidden = _scaled(silu(gate).mul_(up), scores_R, rows)
-            _multiply(hidden, w2_EHD, y_RD[rows], local)
+            hidden = _scaled(silu(gate).mul_(up), scores_R, batch)
+            _multiply(hidden, w2_EHD, y_RD[batch], local)
         ctx.save_for_backward(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, gate_RH, up_RH)
         ctx.groups = groups
         return y_RD
@@ -134,17 +57,17 @@ class SwiGLUExperts(torch.autograd.Function):
         ]
         grad_x_RD, grad_w1, grad_w2, grad_w3, grad_scores_R = grads
         _zero_experts_without_rows((grad_w1, grad_w2, grad_w3), ctx.groups, w1_EHD.shape[0])
-        for rows, local in _batches(ctx.groups, gate_RH.shape[1]):
-            grad, x, gate, up = grad_RD[rows], x_RD[rows], gate_RH[rows], up_RH[rows]
+        for batch, local in _batches(ctx.groups, gate_RH.shape[1]):
+            grad, x, gate, up = grad_RD[batch], x_RD[batch], gate_RH[batch], up_RH[batch]
             activated = silu(gate)
             hidden = activated * up
             grad_hidden = torch.empty_like(gate)
             _multiply(grad, w2_EDH, grad_hidden, local)
             if grad_scores_R is not None:
-                grad_scores_R[rows] = row_arithmetic.row_products(hidden, grad_hidden, scores_R.dtype)
+                grad_scores_R[batch] = rows.row_products(hidden, grad_hidden, scores_R.dtype)
             if grad_w2 is not None:
-                _multiply_transposed(grad, _scaled(hidden, scores_R, rows), grad_w2, local)
-            grad_hidden = _scaled(grad_hidden, scores_R, rows)
+                _multiply_transposed(grad, _scaled(hidden, scores_R, batch), grad_w2, local)
+            grad_hidden = _scaled(grad_hidden, scores_R, batch)
             grad_up = activated.mul_(grad_hidden)
             grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate)
             if grad_w1 is not None:
@@ -152,8 +75,8 @@ class SwiGLUExperts(torch.autograd.Function):
             if grad_w3 is not None:
                 _multiply_transposed(grad_up, x, grad_w3, local)
             if grad_x_RD is not None:
-                _multiply(grad_gate, w1_EHD, grad_x_RD[rows], local)
-                _multiply(grad_up, w3_EHD, grad_x_RD[rows], local, add=True)
+                _multiply(grad_gate, w1_EHD, grad_x_RD[batch], local)
+                _multiply(grad_up, w3_EHD, grad_x_RD[batch], local, add=True)
         return *grads, None
 
 
@@ -163,7 +86,7 @@ def _batches(groups, width):
     for group in groups:
         batch.append(group)
         first, end = batch[0][1], group[2]
-        if (end - first) * width >= row_arithmetic.BLOCK_ELEMENTS or group is groups[-1]:
+        if (end - first) * width >= rows.BLOCK_ELEMENTS or group is groups[-1]:
             yield slice(first, end), [(expert, start - first, stop - first) for expert, start, stop in batch]
             batch = []
 
@@ -183,9 +106,9 @@ def _multiply_transposed(a_RM, b_RN, out_EMN, groups):
         torch.mm(a_RM[start:stop].t(), b_RN[start:stop], out=out_EMN[expert])
 
 
-def _scaled(rows_RN, scores_R, rows):
+def _scaled(rows_RN, scores_R, batch):
     """The rows of a batch times their scores, in place: the caller owns them."""
-    return rows_RN if scores_R is None else row_arithmetic.scale_rows(rows_RN, scores_R[rows], out=rows_RN)
+    return rows_RN if scores_R is None else rows.scaled_rows(rows_RN, scores_R[batch], out=rows_RN)
 
 
 def _zero_experts_without_rows(grads_E, groups, num_experts):
@@ -210,17 +133,3 @@ class SwiGLU(torch.autograd.Function):
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate) if ctx.needs_input_grad[0] else None
         grad_up = silu(gate).mul_(grad) if ctx.needs_input_grad[1] else None
         return grad_gate, grad_up
-
-
-class CountInBackward(torch.autograd.Function):
-    """Identity whose backward adds counts to a counter in place."""
-
-    @staticmethod
-    def forward(ctx, x, counter_E, counts_E):
-        ctx.counter_E, ctx.counts_E = counter_E, counts_E
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.counter_E.add_(ctx.counts_E)
-        return grad, None, None

@@ -1,104 +1,29 @@
-"""Row kernels of the experts for tensors on Ascend devices, by torch_npu's operators, with hand-written gradients.
+"""Experts on Ascend devices, by torch_npu's operators, with hand-written gradients. The names are those of ``experts``.
 
-Where an operator does not take the dtype or the shape, ``kernels`` computes. Which of the two runs is decided in
-``_runs`` alone, and logged once per case. torch_npu is imported when a tensor comes that needs it, not before.
-
-Shape suffixes: R rows, E experts, D model size, H hidden size, T rows before they are copied.
+Shape suffixes: R rows, E experts, D model size, H hidden size; K, N features of any kind.
 """
-
-import functools
-import logging
 
 import torch
 
-from hyper_parallel.platform.torch import kernels, row_arithmetic
+from hyper_parallel.platform.torch import experts, rows
+from hyper_parallel.platform.torch.npu_operators import runs
 
-__all__ = ["take_rows", "sum_copies", "swiglu_experts", "swiglu"]
+__all__ = ["swiglu", "swiglu_experts"]
 
-logger = logging.getLogger("hyper_parallel")
-
-# Some releases document float32 too; it is left to torch's own operators, which are the same on every device.
-DTYPES = (torch.float16, torch.bfloat16)
-# Documented limits (aclnnGroupedMatmulV4, aclnnMoeTokenUnpermute).
+# Documented limits (aclnnGroupedMatmulV4).
 MAX_EXPERTS = 1024
 MAX_FEATURES = 65535
-MAX_COPIES = 512
-
-
-@functools.cache
-def _runs(operator, dtype, obstacle=None):
-    """Whether torch_npu's ``operator`` runs, and not ``kernels``; ``obstacle`` is what forbids it beside the dtype."""
-    if dtype not in DTYPES:
-        obstacle = "it is used for torch.float16 and torch.bfloat16"
-    if obstacle:
-        logger.info("npu, %s: torch's own operators in place of %s: %s", dtype, operator, obstacle)
-    else:
-        logger.info("npu, %s: %s", dtype, operator)
-    return not obstacle
-
-
-def take_rows(x, index_R, inverse_R, copies=1):
-    """``kernels.TakeRows``, with another gradient where rows are taken several times.
-
-    The order is known already, and npu_moe_token_permute would sort to find it: rows are taken by index_select in both
-    directions, which is exact. Only the sum over the copies of a row is better left to npu_moe_token_unpermute: it
-    reads every gradient row once and writes the sums, without reordered rows in between.
-    """
-    if _unpermute_runs(x, copies):
-        return _TakeCopies.apply(x, index_R, inverse_R, copies)
-    return kernels.take_rows(x, index_R, inverse_R, copies)
-
-
-def sum_copies(x_RD, index_R, inverse_R, copies):
-    """``kernels.SumCopies``: the same two operators, forward and backward exchanged."""
-    if _unpermute_runs(x_RD, copies):
-        return _SumCopies.apply(x_RD, index_R, inverse_R, copies)
-    return kernels.sum_copies(x_RD, index_R, inverse_R, copies)
-
-
-def _unpermute_runs(x, copies):
-    if copies == 1 or x.dim() != 2:
-        return False
-    obstacle = f"{copies} copies of a row are more than {MAX_COPIES}" if copies > MAX_COPIES else None
-    return _runs("npu_moe_token_unpermute", x.dtype, obstacle)
-
-
-def _sum_of_copies(x_RD, inverse_R, copies):
-    import torch_npu
-
-    num_rows = x_RD.shape[0] // copies
-    if num_rows == 0:
-        return torch.empty_like(x_RD)
-    # Weights of one: without any, the operator takes every row for the only copy.
-    ones = x_RD.new_ones(num_rows, copies)
-    return torch_npu.npu_moe_token_unpermute(x_RD.contiguous(), inverse_R.to(torch.int32), probs=ones)
-
-
-class _TakeCopies(kernels.TakeRows):
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_RD):
-        (inverse_R,) = ctx.saved_tensors
-        return _sum_of_copies(grad_RD, inverse_R, ctx.copies), None, None, None
-
-
-class _SumCopies(kernels.SumCopies):
-    @staticmethod
-    def forward(ctx, x_RD, index_R, inverse_R, copies):
-        ctx.save_for_backward(index_R)
-        ctx.copies = copies
-        return _sum_of_copies(x_RD, inverse_R, copies)
 
 
 def swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R=None):
     """``scores * w2(silu(w1 x) * (w3 x))`` for the rows of each expert.
 
-    The counts stay on the device, unless ``kernels`` computes.
+    The counts stay on the device, unless the portable code computes.
     """
-    if _runs("npu_grouped_matmul", x_RD.dtype, _grouped_matmul_obstacle(*w1_EHD.shape)):
+    if runs("npu_grouped_matmul", x_RD.dtype, _grouped_matmul_obstacle(*w1_EHD.shape)):
         counts_E = num_tokens_per_expert_E.to(x_RD.device, torch.int64)
         return _SwiGLUExperts.apply(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, counts_E)
-    return kernels.swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
+    return experts.swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
 
 
 def _grouped_matmul_obstacle(num_experts, hidden_dim, dim):
@@ -191,13 +116,13 @@ def _plain(x):
 
 
 def _scaled(rows_RH, scores_R):
-    return rows_RH if scores_R is None else row_arithmetic.scale_rows(rows_RH, scores_R)
+    return rows_RH if scores_R is None else rows.scaled_rows(rows_RH, scores_R)
 
 
 def swiglu(gate, up):
     """``silu(gate) * up``; torch_npu knows its gradient."""
-    if gate.numel() and _runs("npu_swiglu", gate.dtype):
+    if gate.numel() and runs("npu_swiglu", gate.dtype):
         import torch_npu
 
         return torch_npu.npu_swiglu(torch.cat((gate, up), dim=-1))
-    return kernels.swiglu(gate, up)
+    return experts.swiglu(gate, up)

@@ -1,0 +1,5 @@
+import sys
+
+from hyper_parallel.check.command import main
+
+sys.exit(main())

@@ -1,0 +1,130 @@
+"""Every collective that the library uses, with results known in advance.
+
+Faults of a cluster often show as wrong numbers, not as errors: the all-to-alls of CANN 8.3.RC2 are reported to give
+zeros on more than two ranks (candle-org/MindAct, pull request 2498). Every rank works out alone what it must receive:
+rank r sends r * 100 + 1, r * 100 + 2, ..., so that a value says where it comes from, and none is 0.
+
+Shape suffixes: P ranks of a group, R rows, D model size.
+"""
+
+import numpy as np
+
+from hyper_parallel.core.dtensor import distribute_tensor
+from hyper_parallel.core.placement_types import Replicate, Shard
+
+__all__ = ["OPERATIONS", "run_operation"]
+
+# A row small enough for one packet, and one that is not.
+WIDTHS = (4, 4096)
+
+
+def run_operation(operation, probe, axis):
+    """None if ``operation`` gave on this rank what it must, or what was wrong, in words.
+
+    Args:
+        operation: a key of ``OPERATIONS``.
+    """
+    # All collectives first: a rank that stopped at a wrong result would leave the others waiting.
+    results = OPERATIONS[operation](probe, axis, f"check: {operation} over {axis.name}")
+    differences = filter(None, (_difference(*result) for result in results))
+    return next((f"{operation} over {axis.name}, ranks {list(axis.ranks)}: {words}" for words in differences), None)
+
+
+def _difference(received, expected, sources):
+    """What is wrong unless the rows of ``received`` [R, D] hold ``expected`` [R], from the ranks ``sources`` [R]."""
+    received, expected = np.asarray(received, np.float64), np.asarray(expected, np.float64)
+    if len(received) != len(expected):
+        return f"expected {len(expected)} rows, received {len(received)}"
+    if len(expected) == 0:
+        return None
+    received = received.reshape(len(received), -1)
+    wrong = (received != expected[:, None]).any(axis=1)
+    if not wrong.any():
+        return None
+    first = int(wrong.argmax())
+    values = received[first]
+    value = values[values != expected[first]][0]
+    ranks = sorted({int(rank) for rank in np.asarray(sources)[wrong]})
+    return (
+        f"{int(wrong.sum())} of {len(expected)} rows wrong, from ranks {ranks}; "
+        f"the first holds {value:g} in place of {expected[first]:g}"
+    )
+
+
+# Each operation returns its results: (received, expected, source ranks), row by row.
+
+
+def _exchange_counts(probe, axis, name):
+    num_ranks = len(axis.ranks)
+    counts = probe.int_tensor([axis.rank * 100 + i + 1 for i in range(2 * num_ranks)])
+    arriving = probe.platform.start_counts_exchange(counts, axis.mesh.get_group(), name)
+    (received,) = probe.platform.to_host(arriving.wait())
+    expected = [rank * 100 + 2 * axis.position + i + 1 for rank in axis.ranks for i in range(2)]
+    return [(received, expected, np.repeat(axis.ranks, 2))]
+
+
+def _exchange_rows(probe, axis, name):
+    """Every rank sends 0, 1 or 2 rows to each."""
+    places = np.arange(len(axis.ranks))
+    return _all_to_all(probe, axis, name, (places[:, None] + 2 * places + 1) % 3)
+
+
+def _exchange_to_first(probe, axis, name):
+    """All rows go to the first rank: the others receive nothing, and it receives unequal numbers."""
+    counts_PP = np.zeros((len(axis.ranks),) * 2, np.int64)
+    counts_PP[:, 0] = 3 + np.arange(len(axis.ranks))
+    return _all_to_all(probe, axis, name, counts_PP)
+
+
+def _all_to_all(probe, axis, name, counts_PP):
+    """Send ``counts_PP[s, t]`` rows from place s to place t."""
+    send, receive = counts_PP[axis.position].tolist(), counts_PP[:, axis.position].tolist()
+    starts = counts_PP[:, : axis.position].sum(axis=1)
+    expected = [rank * 100 + start + i + 1 for rank, start, n in zip(axis.ranks, starts, receive) for i in range(n)]
+    results = []
+    for width in WIDTHS:
+        rows = probe.rows([axis.rank * 100 + i + 1 for i in range(sum(send))], width)
+        received = probe.platform.all_to_all_rows(rows, tuple(send), tuple(receive), axis.mesh.get_group(), name)
+        results.append((probe.array(received), expected, np.repeat(axis.ranks, receive)))
+    return results
+
+
+def _all_reduce(probe, axis, name):
+    results = []
+    for width in WIDTHS:
+        rows = probe.rows([axis.rank * 100 + i + 1 for i in range(3)], width)
+        summed = probe.platform.sum_over_group(rows, axis.mesh.get_group(), name)
+        expected = [100 * sum(axis.ranks) + len(axis.ranks) * (i + 1) for i in range(3)]
+        # A sum does not come from one rank; it is where it was found that matters.
+        results.append((probe.array(summed), expected, [axis.rank] * 3))
+    return results
+
+
+def _broadcast(probe, axis, name):
+    rows = probe.rows([axis.rank * 100 + i + 1 for i in range(3)], WIDTHS[0])
+    copy = distribute_tensor(rows, axis.mesh, [Replicate()]).to_local()
+    return [(probe.array(copy), [axis.ranks[0] * 100 + i + 1 for i in range(3)], [axis.ranks[0]] * 3)]
+
+
+def _scatter_and_gather(probe, axis, name):
+    """How weights are laid out and put together again."""
+    num_rows = 2 * len(axis.ranks)
+    rows = probe.rows([axis.rank * 100 + i + 1 for i in range(num_rows)], WIDTHS[0])
+    sharded = distribute_tensor(rows, axis.mesh, [Shard(0)])
+    whole = sharded.full_tensor()
+    expected = [axis.ranks[0] * 100 + i + 1 for i in range(num_rows)]
+    start = 2 * axis.position
+    return [
+        (probe.array(sharded.to_local()), expected[start : start + 2], [axis.ranks[0]] * 2),
+        (probe.array(whole), expected, np.repeat(axis.ranks, 2)),
+    ]
+
+
+OPERATIONS = {
+    "all-to-all of counts": _exchange_counts,
+    "all-to-all of rows": _exchange_rows,
+    "all-to-all to one rank": _exchange_to_first,
+    "all-reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "scatter and all-gather": _scatter_and_gather,
+}

@@ -1,0 +1,126 @@
+"""Each tp rank sends its share of the tokens; over ep every row travels once, not once per tp rank.
+
+Shape suffixes: those of ``base``, P ranks of the ep group, Q ranks of the tp group, S tokens of this tp rank; I rows
+that this rank sends, A rows that it receives over ep.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyper_parallel.core.expert_parallel.exchange.base import Exchange, LocalInputs, Routing
+from hyper_parallel.core.expert_parallel.exchange.rows import (
+    expert_major_order,
+    inverse_order,
+    splits_by_rank,
+    start_counts,
+)
+from hyper_parallel.core.types import Tensor
+
+__all__ = ["SplitExchange"]
+
+
+@dataclass(frozen=True)
+class _Trip:
+    """The way of this tp rank's rows, step by step.
+
+    Attributes:
+        shares: tokens of each tp rank.
+        top_k, routing: of this rank's share.
+        send, recv: rows to and from each ep rank.
+        of_tp: rows that each tp rank received, gathered by all of them.
+        order_R, inverse_R: gathered rows sorted by expert, and back.
+    """
+
+    shares: list
+    top_k: int
+    routing: Routing
+    send: tuple
+    recv: tuple
+    of_tp: tuple
+    order_R: Tensor
+    inverse_R: Tensor
+
+
+class SplitExchange(Exchange):
+    """The tp ranks gather the arrived rows from each other before the experts, and after the experts each gets the sum
+    of its own back. Shares of the tokens differ by one at most."""
+
+    sums_over_tp = True
+
+    def dispatch(self, x_TD, scores_TK, selected_TK, routing, arriving):
+        platform, tp_mesh = self.places.platform, self.places.tp_mesh
+        num_tokens, top_k = selected_TK.shape
+        tp, tp_rank, group = tp_mesh.size(), tp_mesh.get_local_rank(), tp_mesh.get_group()
+        shares = [num_tokens // tp + (r < num_tokens % tp) for r in range(tp)]
+        name = "moe: all-gather of the {}' gradient over tp"
+        x_SD = platform.split_over_group(x_TD, shares, group, name.format("tokens"))
+        scores_SK = platform.split_over_group(scores_TK, shares, group, name.format("scores"))
+        mine = slice(sum(shares[:tp_rank]), sum(shares[: tp_rank + 1]))
+        routing = Routing(*platform.sort_by_expert(selected_TK[mine], self.places.num_experts))
+        send, arrived_QPL = self._counts(routing.counts_E)
+
+        order = expert_major_order(arrived_QPL.reshape(-1, arrived_QPL.shape[2]))
+        trip = _Trip(
+            shares,
+            top_k,
+            routing,
+            send,
+            recv=tuple(arrived_QPL[tp_rank].sum(1).tolist()),
+            of_tp=tuple(arrived_QPL.sum((1, 2)).tolist()),
+            order_R=platform.int_tensor(order, x_TD),
+            inverse_R=platform.int_tensor(inverse_order(order), x_TD),
+        )
+        rows_ID = platform.permute(x_SD, routing.order_R, routing.inverse_R, copies=top_k)
+        scores_I = platform.permute(scores_SK.reshape((shares[tp_rank] * top_k,)), routing.order_R, routing.inverse_R)
+        scores_R = self._bring(scores_I, trip, "scores")
+        rows_RD = self._bring(rows_ID, trip, "rows")
+        return LocalInputs(rows_RD, platform.int_tensor(arrived_QPL.sum((0, 1)), x_TD), scores_R), trip
+
+    def combine(self, rows_RD, trip):
+        platform, ep_mesh, tp_mesh = self.places.platform, self.places.ep_mesh, self.places.tp_mesh
+        rows_RD = platform.permute(rows_RD, trip.inverse_R, trip.order_R)
+        rows_AD = _reduce_scatter(platform, rows_RD, trip.of_tp, tp_mesh, "combine: reduce-scatter of rows over tp")
+        if ep_mesh is not None:
+            name = "combine: all-to-all of rows over ep"
+            rows_AD = platform.all_to_all_rows(rows_AD, trip.recv, trip.send, ep_mesh.get_group(), name)
+        y_SD = platform.unpermute(rows_AD, trip.routing.order_R, trip.routing.inverse_R, trip.top_k)
+        name = "moe: all-gather of the output tokens over tp"
+        return platform.gather_from_group(y_SD, trip.shares, tp_mesh.get_group(), name)
+
+    def _counts(self, counts_E):
+        """Rows to each ep rank, and rows received by each tp rank [Q], from each ep rank [P], for each local expert
+        [L]: one copy to the host."""
+        platform, ep_mesh, tp_mesh = self.places.platform, self.places.ep_mesh, self.places.tp_mesh
+        arrived = counts_E if ep_mesh is None else start_counts(platform, counts_E, ep_mesh).wait()
+        arrived = platform.start_counts_exchange(
+            platform.concat([arrived] * tp_mesh.size(), 0),
+            tp_mesh.get_group(),
+            "dispatch: all-gather of counts over tp",
+        ).wait()
+        counts_E, arrived = platform.to_host(counts_E, arrived)
+        num_ranks = 1 if ep_mesh is None else ep_mesh.size()
+        arrived = np.asarray(arrived, np.int64).reshape(tp_mesh.size(), num_ranks, -1)
+        return splits_by_rank(counts_E, num_ranks), arrived
+
+    def _bring(self, values, trip, what):
+        """This rank's rows, or their scores -> those of all tp ranks for this rank's experts, by expert."""
+        platform, ep_mesh, tp_mesh = self.places.platform, self.places.ep_mesh, self.places.tp_mesh
+        if ep_mesh is not None:
+            name = f"dispatch: all-to-all of {what} over ep"
+            values = platform.all_to_all_rows(values, trip.send, trip.recv, ep_mesh.get_group(), name)
+        values = _all_gather(platform, values, trip.of_tp, tp_mesh, f"dispatch: all-gather of {what} over tp")
+        return platform.permute(values, trip.order_R, trip.inverse_R)
+
+
+def _all_gather(platform, x, splits, mesh, name):
+    """The rows of all ranks, ``splits[r]`` of rank r. Its gradient, a reduce-scatter, follows from its parts."""
+    mine = (splits[mesh.get_local_rank()],) * mesh.size()
+    return platform.all_to_all_rows(platform.concat([x] * mesh.size(), 0), mine, splits, mesh.get_group(), name)
+
+
+def _reduce_scatter(platform, x, splits, mesh, name):
+    """The sum over the ranks of this rank's ``splits[r]`` rows. Its gradient is an all-gather."""
+    size = splits[mesh.get_local_rank()]
+    x = platform.all_to_all_rows(x, splits, (size,) * mesh.size(), mesh.get_group(), name)
+    return x.reshape((mesh.size(), size, *x.shape[1:])).sum(0) if size else x

@@ -1,0 +1,26 @@
+"""The load of the experts.
+
+Shape suffixes: E experts.
+"""
+
+from typing import Any
+
+from hyper_parallel.core.types import Mesh
+from hyper_parallel.platform.platform import Platform
+
+__all__ = ["update_expert_bias"]
+
+
+def update_expert_bias(platform: Platform, moe: Any, device_mesh: Mesh | None = None) -> None:
+    """Move the bias of overloaded experts down and of underloaded ones up, and start to count anew.
+
+    ``bias += rate * sign(mean load - load)`` (Wang et al. 2024, algorithm 1).
+    """
+    load_E = moe.tokens_per_expert
+    for axis in range(0 if device_mesh is None else device_mesh.ndim):
+        group = device_mesh.get_group(axis)
+        load_E = platform.sum_over_group(load_E, group, "update_expert_bias: sum of the loads")
+    load_E = load_E * 1.0
+    mean = load_E.sum(0) / load_E.shape[0]
+    platform.assign(moe.expert_bias, moe.expert_bias + (mean - load_E).sign() * moe.bias_update_rate)
+    platform.assign(moe.tokens_per_expert, load_E * 0.0)

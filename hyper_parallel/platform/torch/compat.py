@@ -1,0 +1,61 @@
+"""What the library uses of torch that torch does not document. A new release of torch is this one file to look at.
+
+Tried with torch 2.13.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = [
+    "ALL_TO_ALL",
+    "all_to_all_single",
+    "children_of",
+    "default_time_limit",
+    "never_compiled",
+    "parameters_of",
+    "set_time_limit",
+    "wait_tensor",
+]
+
+# The functional form: its result is a value of its own, which selective checkpointing can keep; that of
+# torch.distributed is written into a buffer.
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
+
+
+def all_to_all_single(x, recv_splits, send_splits, group: dist.ProcessGroup):
+    """Start to exchange the rows of a contiguous x; read the result through :func:`wait_tensor` only."""
+    return ALL_TO_ALL(x, list(recv_splits), list(send_splits), group.group_name)
+
+
+def wait_tensor(x):
+    """What a started collective gives, complete."""
+    return torch.ops._c10d_functional.wait_tensor.default(x)
+
+
+def never_compiled(function):
+    """``function``, which torch.compile neither enters nor records, nor anything that it calls."""
+    # torch.compiler.disable is the documented name; it imports the compiler, which costs a second at every start.
+    return torch._disable_dynamo(function)
+
+
+def parameters_of(module: nn.Module) -> dict:
+    """The dict in which a module keeps its own parameters."""
+    return module._parameters
+
+
+def children_of(module: nn.Module) -> dict:
+    """The dict in which a module keeps its own children."""
+    return module._modules
+
+
+def default_time_limit(device_type: str) -> timedelta:
+    """The time limit that the user gave the default group."""
+    return dist.group.WORLD._get_backend(torch.device(device_type)).options._timeout
+
+
+def set_time_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Have the collectives of a group that exists end at the limit."""
+    dist.distributed_c10d._set_pg_timeout(limit, group)
