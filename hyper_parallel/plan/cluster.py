@@ -15,6 +15,10 @@ __all__ = ["Cluster", "Link", "read_cluster", "preset_names"]
 
 PRESETS = Path(__file__).parent / "clusters"
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+NEEDED = {
+    *("name", "ranks_per_host", "memory_bytes", "memory_bandwidth", "compute", "efficiency", "inside", "between"),
+}
+OPTIONAL = {"buffer_bytes", "buffer_copies", "sources"}
 
 
 @dataclass(frozen=True)
@@ -67,23 +71,23 @@ def read_cluster(cluster: str | Path | Mapping[str, Any]) -> Cluster:
     Raises:
         ValueError: an unknown name, or fields that are missing, unknown or not positive; it names them.
     """
-    if not isinstance(cluster, Mapping):
-        path = PRESETS / f"{cluster}.json" if str(cluster) in preset_names() else Path(cluster)
-        if not path.exists():
-            raise ValueError(f"no cluster {str(cluster)!r}: neither a file nor one of {', '.join(preset_names())}")
-        cluster = json.loads(path.read_text(encoding="utf-8"))
-    needed = {
-        *("name", "ranks_per_host", "memory_bytes", "memory_bandwidth", "compute", "efficiency", "inside", "between"),
-    }
-    optional = {"buffer_bytes", "buffer_copies", "sources"}
-    if problems := sorted(needed - set(cluster)) or sorted(set(cluster) - needed - optional):
-        verb = "lacks" if needed - set(cluster) else "has unknown"
-        raise ValueError(
-            f"the cluster {verb} {', '.join(problems)}; its fields are {', '.join(sorted(needed | optional))}"
-        )
-    links = {where: _link(where, cluster[where]) for where in ("inside", "between")}
-    found = Cluster(**{**cluster, **links})
+    fields = cluster if isinstance(cluster, Mapping) else _load(str(cluster))
+    if missing := sorted(NEEDED - set(fields)):
+        raise ValueError(f"the cluster lacks {', '.join(missing)}")
+    if unknown := sorted(set(fields) - NEEDED - OPTIONAL):
+        known = ", ".join(sorted(NEEDED | OPTIONAL))
+        raise ValueError(f"the cluster has unknown {', '.join(unknown)}; its fields are {known}")
+    links = {where: _link(where, fields[where]) for where in ("inside", "between")}
+    found = Cluster(**{**fields, **links})
     _check(found)
+    return found
+
+
+def _load(name: str) -> dict[str, Any]:
+    path = PRESETS / f"{name}.json" if name in preset_names() else Path(name)
+    if not path.exists():
+        raise ValueError(f"no cluster {name!r}: neither a file nor one of {', '.join(preset_names())}")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 

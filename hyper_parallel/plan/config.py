@@ -180,9 +180,16 @@ def _shared(fields: Mapping[str, Any], dim: int, hidden_dim: int) -> tuple[int, 
 def _attention(fields: Mapping[str, Any], dim: int) -> Attention:
     num_heads, family = _plain(fields, "num_attention_heads"), fields.get("model_type", "")
     if fields.get("kv_lora_rank"):
-        sizes = [_plain(fields, f"{part}_head_dim") for part in ("qk_nope", "qk_rope", "v")]
-        bias = bool(fields.get("attention_bias"))
-        return latent_attention(dim, num_heads, fields.get("q_lora_rank"), fields["kv_lora_rank"], *sizes, bias)
+        return latent_attention(
+            dim,
+            num_heads,
+            q_rank=fields.get("q_lora_rank"),
+            kv_rank=fields["kv_lora_rank"],
+            nope_dim=_plain(fields, "qk_nope_head_dim"),
+            rope_dim=_plain(fields, "qk_rope_head_dim"),
+            v_dim=_plain(fields, "v_head_dim"),
+            bias=bool(fields.get("attention_bias")),
+        )
     head_dim = fields.get("head_dim") or dim // num_heads
     qkv_bias = any(fields.get(name) for name in ("attention_bias", "qkv_bias", "use_bias"))
     if family == "qwen2_moe" and "qkv_bias" not in fields:

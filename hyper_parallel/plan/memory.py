@@ -147,11 +147,9 @@ def hccl_buffers(layer: MoELayer, cluster: Cluster, dp: int) -> dict[str, int]:
     """
     if not cluster.buffer_bytes:
         return {"ep": 0, "tp": 0, "dp": 0, "all": 0}
-    exchanged = max(layer.rows, layer.arriving_rows) * layer.dim * layer.itemsize
-    if layer.splits:
-        exchanged = {"ep": exchanged // layer.tp, "tp": exchanged}
-    else:
-        exchanged = {"ep": exchanged, "tp": 0}
+    rows = max(layer.rows, layer.arriving_rows) * layer.dim * layer.itemsize
+    # All-reduces work in pieces and need no more than the default.
+    exchanged = {"ep": rows // layer.tp, "tp": rows} if layer.splits else {"ep": rows}
     sizes = {}
     for axis, degree in (("ep", layer.ep), ("tp", layer.tp), ("dp", dp)):
         needed = -(-exchanged.get(axis, 0) // MIB) * MIB

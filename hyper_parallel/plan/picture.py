@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hyper_parallel.plan.explain import short_name
 from hyper_parallel.plan.search import Plan, Request
@@ -74,7 +75,7 @@ def _distinct(plans: Sequence[Plan], number: int) -> list[Plan]:
     return sorted(shown, key=plans.index)
 
 
-def _map(axes, request: Request, plans: Sequence[Plan]) -> None:
+def _map(axes: Any, request: Request, plans: Sequence[Plan]) -> None:
     limit = request.cluster.memory_bytes
     shown = [p for p in plans if p.time.total <= FARTHEST * plans[0].time.total and p.memory.total <= FARTHEST * limit]
     shown = shown or list(plans)
@@ -87,7 +88,7 @@ def _map(axes, request: Request, plans: Sequence[Plan]) -> None:
     axes.plot(*zip(*map(_point, pareto_front(shown))), color="black", linewidth=1, label="Pareto front", zorder=0)
     axes.axhline(limit / 1e9, color="black", linestyle="--", linewidth=1, label="memory of a device")
     axes.annotate(
-        "best", _point(plans[0]), textcoords="offset points", xytext=(-14, -16), arrowprops={"arrowstyle": "-"}
+        "best", _point(plans[0]), textcoords="offset points", xytext=(-12, -18), arrowprops={"arrowstyle": "-"}
     )
     axes.set(xscale="log", yscale="log", xlabel="seconds a step", ylabel="GB a rank")
     axes.set_title("recompute: none (dot), moe (square), full (triangle)", fontsize=9)
@@ -95,7 +96,8 @@ def _map(axes, request: Request, plans: Sequence[Plan]) -> None:
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("{x:g}")
         axis.set_tick_params(which="minor", labelsize=7)
-    axes.legend(fontsize=7, loc="lower right")
+    axes.margins(y=0.12)
+    axes.legend(fontsize=7)
     axes.grid(alpha=0.3, which="both")
 
 
@@ -103,7 +105,9 @@ def _point(one: Plan) -> tuple[float, float]:
     return one.time.total, one.memory.total / 1e9
 
 
-def _bars(axes, labels: Sequence[str], values: Sequence[Sequence[float]], parts: Sequence[str], title: str) -> None:
+def _bars(
+    axes: Any, labels: Sequence[str], values: Sequence[Sequence[float]], parts: Sequence[str], title: str
+) -> None:
     places = range(len(labels), 0, -1)
     starts = [0.0] * len(labels)
     for part, shade, widths in zip(parts, SHADES, zip(*values)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -47,7 +47,7 @@ class Request:
         for name in ("ranks", "tokens", "sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        known = {
+        known: dict[str, Collection] = {
             "dtype": DTYPES,
             "optimizer": OPTIMIZERS,
             "recompute": ("any", *RECOMPUTE),
