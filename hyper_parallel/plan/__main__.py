@@ -36,7 +36,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--load", metavar="FILE", help="recorded load: JSON with one list of counts per MoE layer")
     add("--zipf", type=float, metavar="S", help="assume that the i-th expert is chosen as often as 1 / i^S")
     add("--limit", type=int, default=12, help="rows of the table (default: %(default)s)")
-    add("--json", metavar="FILE", help='write all plans as JSON; "-" to standard output, instead of the table')
+    add(
+        "--json",
+        metavar="FILE",
+        nargs="?",
+        const="-",
+        help="write all plans as JSON; without FILE, in place of the table",
+    )
     add("--png", metavar="FILE", help="draw memory against time, and where both go; needs matplotlib")
     add("--explain", metavar="PLAN", help='print one plan in full: "ep4tp2", "ep4tp2 split full"')
     return parser
@@ -71,9 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw(request, plans, given.png)
     if given.json:
         _write_json(given.json, plans)
+    if given.json == "-":
+        return 0
     if chosen:
         print(explain(request, chosen))
-    elif given.json != "-":
+    else:
         print(table(plans, given.limit) if plans else "", reasons(request, plans), sep="\n\n")
     return 0
 

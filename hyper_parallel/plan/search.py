@@ -60,6 +60,8 @@ class Request:
             raise ValueError(f"the cluster {self.cluster.name} has no compute for {self.dtype}")
         if self.load is not None and self.zipf is not None:
             raise ValueError("give a recorded load or a Zipf exponent, not both")
+        if self.load is not None and self.load.shape[-1] != self.model.num_experts:
+            raise ValueError(f"load has {self.load.shape[-1]} experts, the model {self.model.num_experts}")
 
 
 @dataclass(frozen=True)

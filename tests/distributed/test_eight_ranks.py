@@ -16,7 +16,7 @@ def test_one_device(big_pool, ep, tp):
 
 @pytest.mark.parametrize(
     "style,ep,tp",
-    [(style, ep, tp) for ep, tp in [(8, 1), (1, 8), (2, 4), (4, 2), (2, 2)] for style in test_plan.styles_on(ep, tp)],
+    [(style, ep, tp) for ep, tp in [(8, 1), (1, 8), (2, 4), (4, 2)] for style in test_plan.styles_on(ep, tp)],
 )
 def test_bytes_of_the_planner(big_pool, style, ep, tp):
     if big_pool.platform != "torch":

@@ -45,7 +45,7 @@ def test_json_to_a_file_and_to_standard_output(given, capsys, tmp_path):
     path = tmp_path / "plans.json"
     assert main([*given, "--json", str(path)]) == 0
     capsys.readouterr()
-    assert main([*given, "--json", "-"]) == 0
+    assert main([*given, "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert plans == json.loads(path.read_text())["plans"] and len(plans) > 100
 

@@ -10,7 +10,9 @@ import pytest
 
 from hyper_parallel.plan import Request, make_plans, plan, read_cluster, read_config, read_load, search, zipf_load
 from hyper_parallel.plan.imbalance import imbalance_of
+from hyper_parallel.plan.layer import Collective
 from hyper_parallel.plan.picture import pareto_front
+from hyper_parallel.plan.traffic import on_links, strides
 
 FAMILIES = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
 MIXTRAL = read_config(FAMILIES["mixtral"]["config"])
@@ -97,6 +99,13 @@ def test_wrong_requests(field, value, message):
         replace(REQUEST, **{field: value})
 
 
+def test_a_load_must_fit_the_model_and_stand_alone():
+    with pytest.raises(ValueError, match="load has 4 experts, the model 8"):
+        replace(REQUEST, load=np.ones((32, 4)))
+    with pytest.raises(ValueError, match="not both"):
+        replace(REQUEST, load=np.ones((32, 8)), zipf=1.0)
+
+
 def test_a_plan_that_cuts_sequences_says_so():
     small = replace(REQUEST, tokens=64 * 1024)
     assert "no whole sequences" in plan(small, 8, 1, "ExpertParallel", "none").notes[0]
@@ -177,3 +186,24 @@ def test_clusters():
         read_cluster(fields)
     with pytest.raises(ValueError, match=r"neither a file nor one of atlas-a2, atlas-a3, cpu"):
         read_cluster("atlas-a9")
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2, 8, 64])
+@pytest.mark.parametrize("ep,tp", [(8, 1), (8, 2), (4, 4), (2, 8), (1, 8), (8, 8)])
+@pytest.mark.parametrize("axis", ["ep", "tp", "dp"])
+def test_links_against_counted_ranks(axis, ep, tp, ranks_per_host):
+    """An all-to-all of one unit to each rank of the group of rank 0, counted rank by rank."""
+    sizes = {"dp": 64 // (ep * tp), "ep": ep, "tp": tp}
+    size, stride = sizes[axis], strides(ep, tp)[axis]
+    others = [stride * i for i in range(1, size)]
+    inside = sum(rank < ranks_per_host for rank in others)
+    one = Collective(axis, "forward", "all-to-all", "rows", 1000 * size, "")
+    found = on_links(one, size, stride, replace(A2, ranks_per_host=ranks_per_host))
+    assert found == {"inside": 1000 * inside, "between": 1000 * (len(others) - inside)}
+
+
+def test_a_ring_inside_one_host_and_one_between_hosts():
+    one = Collective("dp", "step", "all-reduce", "expert_gradients", 8000, "")
+    assert on_links(one, 8, 1, A2) == {"inside": 2 * 7000, "between": 0}
+    assert on_links(one, 8, 8, A2) == {"inside": 0, "between": 2 * 7000}
+    assert on_links(one, 8, 2, A2) == {"inside": 2 * 6000, "between": 2 * 1000}  # 4 in a host, 2 hosts, a quarter each
