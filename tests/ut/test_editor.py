@@ -26,7 +26,9 @@ def found(*lines):
 def test_every_public_name_leads_to_its_source(name):
     (source,) = found(f"from hyper_parallel import {name}")
     assert PACKAGE in source.module_path.parents and source.module_path != PACKAGE / "__init__.py"
-    assert source.type in ("class", "function") and source.docstring(raw=True)
+    assert source.type in ("class", "function")
+    # The modules' words are those of their bases in core, one step further.
+    assert source.docstring(raw=True) or "__doc__" in {name.name for name in source.defined_names()}
 
 
 def test_a_method_of_a_style_leads_to_its_source():
