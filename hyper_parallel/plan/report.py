@@ -25,6 +25,7 @@ def bytes_text(n: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
+    """In seconds or milliseconds."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 

@@ -4,9 +4,11 @@ Shape suffixes: T tokens, K experts per token, R rows of this rank's experts, D 
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from hyper_parallel.core.expert_parallel.checks import check_tokens
 from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, Routing, RowsExchange
 from hyper_parallel.core.expert_parallel.sharded import Caller, ShardedExperts
 from hyper_parallel.core.types import Group, Module, Tensor
@@ -29,6 +31,7 @@ def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
     Returns:
         The shape and dtype of x.
     """
+    check_tokens(platform, moe, x)
     x_TD = x if len(x.shape) == 2 else x.reshape((_product(x.shape[:-1]), x.shape[-1]))
     scores_TK, selected_TK = moe.router(x_TD, moe.expert_bias)
     # How many rows go where is data: a compiler that traced this would trace again for every new routing.
@@ -41,6 +44,11 @@ def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
 def _through_experts(platform: Platform, moe: Any, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor) -> Tensor:
     """What follows the routing, whatever way the tokens travel, and a sharded shared expert."""
     sharded = platform.sharded(moe.experts)
+    with sharded.naming_errors() if isinstance(sharded, ShardedExperts) else nullcontext():
+        return _routed(platform, moe, sharded, x_TD, scores_TK, selected_TK)
+
+
+def _routed(platform: Platform, moe: Any, sharded: Any, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor) -> Tensor:
     if isinstance(sharded, ShardedExperts):
         sharded.check_replicated(tokens=x_TD, scores=scores_TK)
     setting = _Setting.of(platform, moe)
@@ -49,7 +57,7 @@ def _through_experts(platform: Platform, moe: Any, x_TD: Tensor, scores_TK: Tens
     scores_TK = platform.count_in_backward(scores_TK, moe.tokens_per_expert, routing.counts_E)
 
     inputs_TD, scores_TK = setting.enter(x_TD), setting.enter(scores_TK, "scores")
-    arriving = exchange.start(routing.counts_E)
+    arriving = exchange.start(routing.counts_E, inputs_TD, scores_TK)
     inputs, trip = exchange.dispatch(inputs_TD, scores_TK, selected_TK, routing, arriving)
     rows_RD = _scored_experts(platform, moe, setting.call, *inputs)
     y_TD = exchange.combine(rows_RD, trip)

@@ -3,6 +3,8 @@
 MindSpore 2.10 has no distributed tensor; a ``ShardedParameter`` is one of the local shape that knows its layout.
 """
 
+import functools
+
 from mindspore import Parameter, Tensor, mint
 
 from hyper_parallel.platform.mindspore import device
@@ -75,11 +77,10 @@ def shard_parameter(cell, name, device_mesh, placements):
 
 
 def wrap_construct(cell, sharded):
-    """Give ``cell`` a subclass of its class whose construct is ``sharded``; see ``Platform.wrap_forward``."""
+    """Prepare a subclass of the cell's class whose construct is ``sharded``; see ``Platform.wrap_forward``."""
     original = type(cell)
     if SHARDED in vars(original):
-        setattr(original, SHARDED, sharded)
-        return
+        return functools.partial(setattr, original, SHARDED, sharded)
 
     def construct(self, *inputs, **keywords):
         def local_forward(*local_inputs, **local_keywords):
@@ -88,4 +89,4 @@ def wrap_construct(cell, sharded):
         return getattr(type(self), SHARDED)(self, local_forward, *inputs, **keywords)
 
     body = {"construct": construct, SHARDED: sharded, "__module__": original.__module__, "__doc__": original.__doc__}
-    cell.__class__ = type(f"{sharded.label}{original.__name__}", (original,), body)
+    return functools.partial(setattr, cell, "__class__", type(f"{sharded.label}{original.__name__}", (original,), body))
