@@ -60,7 +60,7 @@ def _evaluate(
 ) -> tuple[Any, ...]:
     """Output and gradients for the rows of some ep ranks, sorted by expert; on one device without a mesh."""
     num_experts, hidden_dim, dim = problem["weights"]["w1"].shape
-    experts = probe.platform.public_class("GroupedExperts")(dim, hidden_dim, num_experts)
+    experts = probe.platform.public_object("GroupedExperts")(dim, hidden_dim, num_experts)
     probe.session.fill(experts, problem["weights"], dtype, probe.device_type)
     if mesh is not None:
         ExpertTensorParallel().apply(experts, mesh)

@@ -48,9 +48,13 @@ class Platform(ABC):
         """Whether ``obj`` is a device mesh of this framework."""
 
     @abstractmethod
-    def public_class(self, name: str) -> type:
-        """The framework's class behind a public name: GroupedExperts, MoE, FeedForward, TokenChoiceTopKRouter,
-        DeviceMesh."""
+    def public_object(self, name: str) -> Any:
+        """What a public name stands for: the classes GroupedExperts, MoE, FeedForward, TokenChoiceTopKRouter and
+        DeviceMesh; ``ops_to_save``, where the framework can keep single operators in recomputation.
+
+        Raises:
+            AttributeError: the framework has no such thing, with words why.
+        """
 
     # Modules
 
@@ -139,6 +143,10 @@ class Platform(ABC):
 
         It remembers them: ``on_host`` is True of it, and ``to_host`` of it copies nothing from the device.
         """
+
+    @abstractmethod
+    def int_tensors(self, arrays: Sequence[Any], like: Tensor) -> list[Tensor]:
+        """``int_tensor`` of each of several 1-D arrays, in one copy to the device."""
 
     @abstractmethod
     def made_by_host(self, tensor: Tensor) -> bool:
@@ -231,6 +239,10 @@ class Platform(ABC):
     @abstractmethod
     def nonzero(self, x: Tensor, num_nonzero: int) -> Tensor:
         """Positions int64 of the entries of a flat [N] that are not 0, ascending; ``num_nonzero`` is their number."""
+
+    @abstractmethod
+    def floor_divide(self, x: Tensor, divisor: int) -> Tensor:
+        """``x // divisor`` of an int64 tensor without negative values, all below 2**31, and a positive int."""
 
     @abstractmethod
     def to_int(self, x: Tensor) -> Tensor:

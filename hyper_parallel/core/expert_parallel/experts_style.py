@@ -44,7 +44,8 @@ class ExpertsStyle(ParallelStyle):
     def apply(self, module: SameModule, device_mesh: Mesh) -> SameModule:
         """Shard an experts module in place, so that it computes on every rank what one device computes.
 
-        Every rank of the mesh calls this. The weights of the mesh's first rank are the ones that are laid out.
+        Every rank of the mesh calls this. The weights of the mesh's first rank are the ones that are laid out. After
+        an error the module is as it was.
         Afterwards ``module(x, num_tokens_per_expert, scores=None)`` takes the rows of this ep coordinate, counts over
         all experts, and gives complete outputs and gradients; see ``GroupedExperts`` for the shapes.
 
@@ -58,7 +59,6 @@ class ExpertsStyle(ParallelStyle):
         Raises:
             TypeError: not a module, or a mesh of another framework.
             ValueError: mesh names, parameter shapes, or sizes that do not divide. RuntimeError: a second ``apply``.
-            After an error the module is as it was.
         """
         shapes, platform = self.validate(module, device_mesh), get_platform(module)
         sharded = self._bind(shapes, platform, device_mesh, type(module).__name__)

@@ -40,6 +40,9 @@ def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
 
 def _through_experts(platform: Platform, moe: Any, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor) -> Tensor:
     """What follows the routing, whatever way the tokens travel, and a sharded shared expert."""
+    sharded = platform.sharded(moe.experts)
+    if isinstance(sharded, ShardedExperts):
+        sharded.check_replicated(tokens=x_TD, scores=scores_TK)
     setting = _Setting.of(platform, moe)
     exchange, shared_experts = setting.exchange, moe.shared_experts
     routing = Routing(*platform.sort_by_expert(selected_TK, moe.router.num_experts))

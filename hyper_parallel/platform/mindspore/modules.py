@@ -26,7 +26,8 @@ class _Linear(nn.Dense):
 
 
 class GroupedExperts(GroupedExpertsBase, nn.Cell):
-    __doc__ = GroupedExpertsBase.__doc__
+    """All experts of a MoE layer in three stacked weights, as a ``mindspore.nn.Cell``; see ``GroupedExpertsBase``."""
+
     platform = PLATFORM
     construct = GroupedExpertsBase.run
 
@@ -37,7 +38,8 @@ class GroupedExperts(GroupedExpertsBase, nn.Cell):
 
 
 class FeedForward(FeedForwardBase, nn.Cell):
-    __doc__ = FeedForwardBase.__doc__
+    """Dense SwiGLU, as a ``mindspore.nn.Cell``; see ``FeedForwardBase``."""
+
     platform = PLATFORM
     construct = FeedForwardBase.run
 
@@ -46,7 +48,8 @@ class FeedForward(FeedForwardBase, nn.Cell):
 
 
 class TokenChoiceTopKRouter(RouterBase, nn.Cell):
-    __doc__ = RouterBase.__doc__
+    """The router of a MoE layer, as a ``mindspore.nn.Cell``; see ``RouterBase``."""
+
     platform = PLATFORM
     construct = RouterBase.run
 
@@ -55,7 +58,8 @@ class TokenChoiceTopKRouter(RouterBase, nn.Cell):
 
 
 class MoE(MoEBase, nn.Cell):
-    __doc__ = MoEBase.__doc__
+    """A Mixture-of-Experts layer, as a ``mindspore.nn.Cell``; see ``MoEBase``."""
+
     platform = PLATFORM
     construct = MoEBase.run
     router_class, experts_class, feed_forward_class = TokenChoiceTopKRouter, GroupedExperts, FeedForward

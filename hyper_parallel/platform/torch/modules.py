@@ -16,18 +16,16 @@ __all__ = ["FeedForward", "GroupedExperts", "MoE", "TokenChoiceTopKRouter"]
 
 
 class GroupedExperts(GroupedExpertsBase, nn.Module):
-    __doc__ = GroupedExpertsBase.__doc__
+    """All experts of a MoE layer in three stacked weights, as a ``torch.nn.Module``; see ``GroupedExpertsBase``."""
+
     platform = PLATFORM
     forward = GroupedExpertsBase.run
 
-    def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
-        super().__init__(dim, hidden_dim, num_experts)
-        self.reset_parameters()
-
     def _weight(self, name: str, num_experts: int, out_features: int, in_features: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        _draw(weight)
+        return weight
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw every weight from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), as ``nn.Linear`` does.
 
@@ -35,17 +33,23 @@ class GroupedExperts(GroupedExpertsBase, nn.Module):
         device has; each weight is whole on every rank while it is drawn.
         """
         for weight in (self.w1, self.w2, self.w3):
-            bound = 1 / math.sqrt(weight.shape[2])
-            if not isinstance(weight, dt.DTensor):
-                weight.uniform_(-bound, bound)
-                continue
-            whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.to_local().device)
-            whole.uniform_(-bound, bound)
-            weight.copy_(dt.distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))
+            _draw(weight)
+
+
+@torch.no_grad()
+def _draw(weight: nn.Parameter) -> None:
+    bound = 1 / math.sqrt(weight.shape[2])
+    if not isinstance(weight, dt.DTensor):
+        weight.uniform_(-bound, bound)
+        return
+    whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.to_local().device)
+    whole.uniform_(-bound, bound)
+    weight.copy_(dt.distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))
 
 
 class FeedForward(FeedForwardBase, nn.Module):
-    __doc__ = FeedForwardBase.__doc__
+    """Dense SwiGLU, as a ``torch.nn.Module``; see ``FeedForwardBase``."""
+
     platform = PLATFORM
     forward = FeedForwardBase.run
 
@@ -54,7 +58,8 @@ class FeedForward(FeedForwardBase, nn.Module):
 
 
 class TokenChoiceTopKRouter(RouterBase, nn.Module):
-    __doc__ = RouterBase.__doc__
+    """The router of a MoE layer, as a ``torch.nn.Module``; see ``RouterBase``."""
+
     platform = PLATFORM
     forward = RouterBase.run
 
@@ -63,7 +68,8 @@ class TokenChoiceTopKRouter(RouterBase, nn.Module):
 
 
 class MoE(MoEBase, nn.Module):
-    __doc__ = MoEBase.__doc__
+    """A Mixture-of-Experts layer, as a ``torch.nn.Module``; see ``MoEBase``."""
+
     platform = PLATFORM
     forward = MoEBase.run
     router_class, experts_class, feed_forward_class = TokenChoiceTopKRouter, GroupedExperts, FeedForward

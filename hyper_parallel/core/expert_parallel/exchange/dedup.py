@@ -45,7 +45,7 @@ class DedupExchange(Exchange):
         platform, size = self.places.platform, self.places.experts_per_rank
         num_experts, ep_mesh = self.places.num_experts, self.ep_mesh
         num_tokens, top_k = selected_TK.shape
-        needs_TP = platform.multi_hot(selected_TK // size, ep_mesh.size())
+        needs_TP = platform.multi_hot(platform.floor_divide(selected_TK, size), ep_mesh.size())
         send, recv, counts_L = self._plan(needs_TP, routing.counts_E)
 
         # Rank-major: all tokens that rank 0 needs, then those of rank 1, and so on.
@@ -59,7 +59,7 @@ class DedupExchange(Exchange):
         first = ep_mesh.get_local_rank() * size
         order, _, _ = platform.sort_by_expert((selected_NK + (num_experts - first)) % num_experts, num_experts)
         order_R = order[: int(counts_L.sum())]
-        source_R = order_R // top_k
+        source_R = platform.floor_divide(order_R, top_k)
         inputs = LocalInputs(
             platform.index_select(x_ND, source_R),
             platform.int_tensor(counts_L, x_TD),

@@ -147,10 +147,10 @@ def send_rows(
         check_counts(counts_E, x_RD.shape[0])
     recv_counts_PL = np.asarray(arrived, np.int64).reshape(num_ranks, -1)
 
-    travel = _plan(platform, counts_E, recv_counts_PL, like=x_RD)
+    travel, counts_L = _plan(platform, counts_E, recv_counts_PL, like=x_RD)
     rows = _send(platform, x_RD, travel, group, "rows")
     scores = None if scores_R is None else _send(platform, scores_R, travel, group, "scores")
-    return LocalInputs(rows, platform.int_tensor(recv_counts_PL.sum(0), like=x_RD), scores), travel
+    return LocalInputs(rows, counts_L, scores), travel
 
 
 def return_rows(platform: Platform, y_RD: Tensor, travel: RowsTravel | None, ep_mesh: Mesh | None) -> Tensor:
@@ -166,14 +166,18 @@ def return_rows(platform: Platform, y_RD: Tensor, travel: RowsTravel | None, ep_
     )
 
 
-def _plan(platform: Platform, counts_E: Sequence[int], recv_counts_PL: np.ndarray, like: Tensor) -> RowsTravel:
+def _plan(
+    platform: Platform, counts_E: Sequence[int], recv_counts_PL: np.ndarray, like: Tensor
+) -> tuple[RowsTravel, Tensor]:
+    """The travel, and the counts of this rank's experts: one copy to the device."""
     num_ranks, num_local_experts = recv_counts_PL.shape
     splits = splits_by_rank(counts_E, num_ranks), tuple(int(n) for n in recv_counts_PL.sum(1))
     if num_local_experts == 1:  # the two orders agree
-        return RowsTravel(*splits)
-    order_R = expert_major_order(recv_counts_PL)
-    inverse_R = inverse_order(order_R)
-    return RowsTravel(*splits, platform.int_tensor(order_R, like), platform.int_tensor(inverse_R, like))
+        return RowsTravel(*splits), platform.int_tensor(recv_counts_PL.sum(0), like)
+    order = expert_major_order(recv_counts_PL)
+    arrays = order, inverse_order(order), recv_counts_PL.sum(0)
+    order_R, inverse_R, counts_L = platform.int_tensors(arrays, like)
+    return RowsTravel(*splits, order_R, inverse_R), counts_L
 
 
 def _send(platform: Platform, values_R: Tensor, travel: RowsTravel, group: Group, what: str) -> Tensor:

@@ -70,6 +70,9 @@ class SplitExchange(Exchange):
         send, arrived_QPL = self._counts(routing.counts_E)
 
         order = expert_major_order(arrived_QPL.reshape(-1, arrived_QPL.shape[2]))
+        order_R, inverse_R, counts_L = platform.int_tensors(
+            [order, inverse_order(order), arrived_QPL.sum((0, 1))], x_TD
+        )
         trip = _Trip(
             shares,
             top_k,
@@ -77,14 +80,14 @@ class SplitExchange(Exchange):
             send,
             recv=tuple(arrived_QPL[tp_rank].sum(1).tolist()),
             of_tp=tuple(arrived_QPL.sum((1, 2)).tolist()),
-            order_R=platform.int_tensor(order, x_TD),
-            inverse_R=platform.int_tensor(inverse_order(order), x_TD),
+            order_R=order_R,
+            inverse_R=inverse_R,
         )
         rows_ID = platform.permute(x_SD, routing.order_R, routing.inverse_R, copies=top_k)
         scores_I = platform.permute(scores_SK.reshape((shares[tp_rank] * top_k,)), routing.order_R, routing.inverse_R)
         scores_R = self._bring(scores_I, trip, "scores")
         rows_RD = self._bring(rows_ID, trip, "rows")
-        return LocalInputs(rows_RD, platform.int_tensor(arrived_QPL.sum((0, 1)), x_TD), scores_R), trip
+        return LocalInputs(rows_RD, counts_L, scores_R), trip
 
     def combine(self, rows_RD: Tensor, trip: _Trip) -> Tensor:
         platform, ep_mesh, tp_mesh = self.places.platform, self.places.ep_mesh, self.tp_mesh
