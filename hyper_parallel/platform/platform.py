@@ -7,6 +7,8 @@ P ranks of a group. A group is whatever the platform's mesh returns from ``get_g
 
 from abc import ABC, abstractmethod
 
+from hyper_parallel.platform.gradients import GradientVerbs
+
 __all__ = ["Platform"]
 
 
@@ -282,3 +284,9 @@ class Platform(ABC):
     def digests(self, x, group, name) -> list:
         """A short list of floats per rank of the group, in rank order, that differ where the ranks' x differ. For
         checks: no gradient."""
+
+    # Training
+
+    @abstractmethod
+    def gradients(self) -> GradientVerbs:
+        """The verbs of ``hyper_parallel.training``, described there."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.distributed import test_training
 from tests.harness import oracle, parity
 from tests.harness.frameworks import framework
 
@@ -11,3 +12,8 @@ def test_one_device(big_pool, ep, tp):
     problem = oracle.make_problem(ep, 8, 6, 16)
     results = big_pool.run(parity.errors, style="ExpertTensorParallel", ep=ep, tp=tp, problem=problem)
     parity.assert_close(results, framework(big_pool.platform).tolerance)
+
+
+def test_a_training_step(big_pool):
+    """(dp, ep, tp) = (2, 2, 2)."""
+    test_training.assert_step(big_pool, big_pool.run(test_training.CASES[big_pool.platform].step, ep=2, tp=2))

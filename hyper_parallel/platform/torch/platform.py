@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.platform.platform import Platform
-from hyper_parallel.platform.torch import collectives, compat, device, host, routing, sharding
+from hyper_parallel.platform.torch import collectives, compat, device, gradients, host, routing, sharding
 
 __all__ = ["TorchPlatform"]
 
@@ -196,6 +196,11 @@ class TorchPlatform(Platform):
 
     def digests(self, x, group, name):
         return routing.digests(x, group, name)
+
+    # Training
+
+    def gradients(self):
+        return gradients.VERBS
 
 
 def _share_time_limit(mesh):

@@ -1,0 +1,77 @@
+"""Gradients of a whole model, by placements: sums, norms, agreement, and replicas that start alike."""
+
+import pytest
+
+from tests.harness.by_name import CasesOf
+from tests.harness.frameworks import framework
+
+CASES = {
+    "torch": CasesOf("tests.distributed.training_torch_cases"),
+    "mindspore": CasesOf("tests.distributed.training_mindspore_cases"),
+}
+torch_cases = CASES["torch"]
+
+
+def assert_small(per_rank, tolerance):
+    worst = {name: max(errors[name] for errors in per_rank) for name in per_rank[0]}
+    assert all(error < tolerance for error in worst.values()), worst
+
+
+def assert_step(pool, results):
+    wrong = [errors.pop("has placements") for errors, _ in results]
+    # The shared expert is cut over tp, and still its gradient must be summed over ep.
+    assert min(wrong) > 1e-2
+    assert_small([errors for errors, _ in results], framework(pool.platform).tolerance)
+    assert len({norm for _, norm in results}) == 1
+
+
+@pytest.mark.parametrize("ep,tp,op", [(2, 1, "sum"), (1, 2, "sum"), (2, 2, "mean")])
+def test_a_step_equals_one_device(pool, ep, tp, op):
+    """All ranks that are left are dp."""
+    assert_step(pool, pool.run(CASES[pool.platform].step, ep=ep, tp=tp, op=op))
+
+
+@pytest.mark.parametrize("ep,tp", [(2, 1), (1, 2)])
+def test_fsdp(torch_pool, ep, tp):
+    results = torch_pool.run(torch_cases.with_fsdp, ep=ep, tp=tp)
+    assert_small([errors for errors, _ in results], 1e-12)
+
+
+def test_terms_of_a_sum_and_missing_gradients(torch_pool):
+    for summed, sometimes, never, frozen in torch_pool.run(torch_cases.partial):
+        assert summed == [6.0] * 3  # (1 + 2) over tp, twice over ep
+        assert sometimes == [1.0, 1.0] and never is None and frozen is None
+
+
+def test_refusals(torch_pool):
+    for said in torch_pool.run(torch_cases.refusals):
+        assert said["other parameters"].startswith(
+            "ValueError: reduce_gradients: the ranks [0, 1, 2, 3] gave different"
+        )
+        assert "axis 'all' of the mesh joins ranks" in said["flattened"]
+        assert "sparse=False" in said["sparse"] and said["sparse"].startswith("ValueError")
+        assert said["grads"].startswith("TypeError: on torch a gradient is the parameter's .grad")
+        assert said["op"].startswith('ValueError: op must be "sum" or "mean"')
+        assert said["not a mesh"].startswith("TypeError: expected a device mesh of torch")
+        assert said["used up"].startswith("ValueError: no parameters were given")
+        assert said["norm_type"].startswith("ValueError: norm_type must be greater than 0")
+        assert said["nonfinite"].startswith("RuntimeError: the norm of order 2.0 of the gradients is nan")
+
+
+def test_all_finite(pool):
+    results = pool.run(CASES[pool.platform].finite)
+    assert [answers for answers, _ in results] == [[True, False, False]] * 4
+    assert all(isnan for _, isnan in results)
+
+
+def test_few_collectives(torch_pool):
+    for summed, normed, cut in torch_pool.run(torch_cases.collectives):
+        assert summed == 2  # a comparison of the parameters, and one sum for all
+        assert normed == 1  # over tp
+        assert cut == [("dp", [0]), ("dp", [1, 2]), ("dp", [3]), ("dp", [4])]
+
+
+def test_replicas_start_alike(pool):
+    for said, differ in pool.run(CASES[pool.platform].synchronized):
+        assert said.startswith("ValueError: replicas hold different values of ") and "(11 of 13 parameters)" in said
+        assert not differ  # the norm starts with ones and zeros everywhere
