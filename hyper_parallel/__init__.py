@@ -23,6 +23,7 @@ from hyper_parallel.platform import get_platform, set_platform
 from hyper_parallel.training import (
     all_finite,
     clip_grad_norm_,
+    load_metrics,
     parameter_groups,
     reduce_gradients,
     synchronize_parameters,
@@ -55,6 +56,7 @@ __all__ = [
     "clip_grad_norm_",
     "all_finite",
     "parameter_groups",
+    "load_metrics",
     "synchronize_parameters",
     # Of the platform in use:
     "GroupedExperts",

@@ -75,3 +75,43 @@ def test_replicas_start_alike(pool):
     for said, differ in pool.run(CASES[pool.platform].synchronized):
         assert said.startswith("ValueError: replicas hold different values of ") and "(11 of 13 parameters)" in said
         assert not differ  # the norm starts with ones and zeros everywhere
+
+
+def test_a_step_of_mindspores_model(mindspore_pool):
+    results = mindspore_pool.run(CASES["mindspore"].trained_by_model)
+    for error, losses, left_out, scale, unchanged in results:
+        assert error < 1e-5
+        assert len(losses) == 6 and losses[0] < 100  # the loss itself, not scaled
+        assert left_out and scale == 512 and unchanged  # on all ranks, for one of them
+
+
+def test_what_mindspore_steps_refuse(mindspore_pool):
+    for said in mindspore_pool.run(CASES["mindspore"].refused_steps):
+        assert "moe.experts.w1; make it of network.trainable_params() after the styles" in said["early optimizer"]
+        assert said["op"].startswith('ValueError: op must be "sum" or "mean"')
+        assert "is a shard of shape (2, 8, 8), got values of shape (4, 16, 8)" in said["whole weight"]
+        modes = [name for name in said if "GRAPH_MODE" in name or "jit" in name]
+        assert len(modes) == 6
+        for name in modes:
+            assert "hyper_parallel runs in MindSpore's PyNative mode" in said[name], (name, said[name])
+
+
+def test_recompute_before_the_style(mindspore_pool):
+    for errors in mindspore_pool.run(CASES["mindspore"].recomputed_before, time_limit_s=120):
+        assert all(error < 1e-5 and counted == 24 for error, counted in errors.values()), errors
+
+
+def test_mindspores_own_reducer(mindspore_pool):
+    assert max(mindspore_pool.run(CASES["mindspore"].by_mindspores_reducer)) < 1e-5
+
+
+def test_mindspores_mixed_precision(mindspore_pool):
+    for errors in mindspore_pool.run(CASES["mindspore"].in_mixed_precision, time_limit_s=120):
+        for level, (sharded, one_device) in errors.items():
+            assert 1e-5 < sharded < 2 * one_device + 1e-4 < 1e-2, (level, sharded, one_device)
+
+
+def test_no_rank_draws_a_whole_weight(mindspore_pool):
+    for sent, shape, spread, repeated in mindspore_pool.run(CASES["mindspore"].without_whole_weights):
+        assert not sent and shape == (2, 16, 8)
+        assert 0.9 < spread < 1.1 and not repeated

@@ -7,7 +7,8 @@ from mindspore import Parameter, mint, nn
 from mindspore.common.initializer import Uniform, initializer
 
 from hyper_parallel.core.expert_parallel.modules import FeedForwardBase, GroupedExpertsBase, MoEBase, RouterBase
-from hyper_parallel.platform.mindspore import PLATFORM, experts
+from hyper_parallel.platform.mindspore import PLATFORM, amp, experts
+from hyper_parallel.platform.mindspore.sharding import pynative_only
 
 __all__ = ["FeedForward", "GroupedExperts", "MoE", "TokenChoiceTopKRouter"]
 
@@ -27,7 +28,12 @@ class _Linear(nn.Dense):
 class GroupedExperts(GroupedExpertsBase, nn.Cell):
     __doc__ = GroupedExpertsBase.__doc__
     platform = PLATFORM
-    construct = GroupedExpertsBase.run
+
+    def construct(self, x, num_tokens_per_expert, scores=None):
+        pynative_only()
+        return amp.experts(self, x, num_tokens_per_expert, scores)
+
+    construct.__doc__ = GroupedExpertsBase.run.__doc__
 
     def _weight(self, name, num_experts, out_features, in_features):
         bound = 1 / math.sqrt(in_features)
@@ -38,7 +44,12 @@ class GroupedExperts(GroupedExpertsBase, nn.Cell):
 class FeedForward(FeedForwardBase, nn.Cell):
     __doc__ = FeedForwardBase.__doc__
     platform = PLATFORM
-    construct = FeedForwardBase.run
+
+    def construct(self, x):
+        pynative_only()
+        return self.run(x)
+
+    construct.__doc__ = FeedForwardBase.run.__doc__
 
     def _linear(self, in_features, out_features):
         return _Linear(in_features, out_features)
@@ -47,7 +58,12 @@ class FeedForward(FeedForwardBase, nn.Cell):
 class TokenChoiceTopKRouter(RouterBase, nn.Cell):
     __doc__ = RouterBase.__doc__
     platform = PLATFORM
-    construct = RouterBase.run
+
+    def construct(self, x, expert_bias=None):
+        pynative_only()
+        return self.run(x, expert_bias)
+
+    construct.__doc__ = RouterBase.run.__doc__
 
     def _linear(self, in_features, out_features):
         return _Linear(in_features, out_features)
@@ -56,8 +72,13 @@ class TokenChoiceTopKRouter(RouterBase, nn.Cell):
 class MoE(MoEBase, nn.Cell):
     __doc__ = MoEBase.__doc__
     platform = PLATFORM
-    construct = MoEBase.run
     router_class, experts_class, feed_forward_class = TokenChoiceTopKRouter, GroupedExperts, FeedForward
+
+    def construct(self, x):
+        pynative_only()
+        return self.run(x)
+
+    construct.__doc__ = MoEBase.run.__doc__
 
     def _make_buffers(self, num_experts):
         self.tokens_per_expert = _buffer("tokens_per_expert", num_experts, ms.int64)

@@ -40,7 +40,7 @@ class MindSporePlatform(Platform):
         return module.cells_and_names()
 
     def replaced_forward(self, module):
-        return "construct" in module.__dict__
+        return "construct" in module.__dict__ or compat.recomputed_otherwise(module)
 
     def wrap_forward(self, module, sharded):
         sharding.wrap_construct(module, sharded)
