@@ -115,3 +115,19 @@ def test_no_rank_draws_a_whole_weight(mindspore_pool):
     for sent, shape, spread, repeated in mindspore_pool.run(CASES["mindspore"].without_whole_weights):
         assert not sent and shape == (2, 16, 8)
         assert 0.9 < spread < 1.1 and not repeated
+
+
+@pytest.mark.parametrize("variant", ["accumulated", "recompute", "frozen router"])
+def test_load_metrics(pool, variant):
+    for found, again, counts in pool.run(CASES[pool.platform].load, variant=variant):
+        mean = sum(counts) / len(counts)
+        deviation = (sum((count - mean) ** 2 for count in counts) / len(counts)) ** 0.5
+        assert mean == 2 * 4 * 12 * 2 / 4 and deviation > 0
+        assert found == {
+            "moe/moe/load_max": max(counts),
+            "moe/moe/load_mean": mean,
+            "moe/moe/load_min": min(counts),
+            "moe/moe/load_cv": pytest.approx(deviation / mean),
+            "moe/moe/dead_experts": 0,
+        }
+        assert again["moe/moe/dead_experts"] == 4 and again["moe/moe/load_cv"] == 0

@@ -336,3 +336,23 @@ def without_whole_weights(context):
         float(whole.std() / (bound / np.sqrt(3))),
         bool((halves[0] == halves[1]).any()),
     )
+
+
+def load(context, variant):
+    """load_metrics after two micro-batches, those of a second look after a reset, and the rows of each expert that the
+    whole model's router gives over all ranks."""
+    mesh, model, whole, _ = prepare(context, 2, 1)
+    tokens = [batch for seed in range(2) for batch in batches(4, seed)]
+    if variant == "frozen router":
+        for cell in (model.enter, model.norm, model.moe.router):
+            for parameter in cell.get_parameters():
+                parameter.requires_grad = False
+    if variant == "recompute":
+        model.recompute()
+    for x in (tokens[place(mesh)], tokens[4 + place(mesh)]):
+        gradients_of(model, x, 12)
+        model(Tensor(x))  # not counted
+    ids = whole.moe.router(whole.norm(whole.enter(Tensor(np.concatenate(tokens)))))[1].asnumpy()
+    found = hp.load_metrics(model, mesh["dp", "ep"], reset=True)
+    again = hp.load_metrics(model, mesh["dp", "ep"])
+    return found, again, np.bincount(ids.ravel(), minlength=NUM_EXPERTS).tolist()

@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import hyper_parallel as hp
 from tests.distributed.training_cases import (
@@ -238,3 +239,23 @@ def synchronized(context):
     names = [name for name, _ in model.named_parameters()]
     equal = [bool((local(p) == own_part(local(q), p)).all()) for p, q in zip(model.parameters(), first.parameters())]
     return said, [name for name, same in zip(names, equal) if not same]
+
+
+def load(context, variant):
+    """load_metrics after two micro-batches, those of a second look after a reset, and the rows of each expert that the
+    whole model's router gives over all ranks."""
+    mesh, model, whole, _ = prepare(context, 2, 1)
+    tokens = [torch.from_numpy(batch).double() for seed in range(2) for batch in batches(4, seed)]
+    if variant == "frozen router":
+        for module in (model.enter, model.norm, model.moe.router):
+            module.requires_grad_(False)
+    for x in (tokens[place(mesh)], tokens[4 + place(mesh)]):
+        if variant == "recompute":
+            checkpoint(lambda x: model(x).square().sum(), x, use_reentrant=False).backward()
+        else:
+            model(x).square().sum().backward()
+        model.eval()(x)  # not counted
+    ids = whole.moe.router(whole.norm(whole.enter(torch.cat(tokens))))[1]
+    found = hp.load_metrics(model, mesh["dp", "ep"], reset=True)
+    again = hp.load_metrics(model, mesh["dp", "ep"])
+    return found, again, ids.flatten().bincount(minlength=NUM_EXPERTS).tolist()
