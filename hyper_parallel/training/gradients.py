@@ -175,7 +175,8 @@ def buckets(entries, limit=BUCKET_BYTES):
 
 def _norm(verbs, parameters, local, norm_type, foreach):
     """The norm of all gradients, each element counted once."""
-    kinds, groups = {}, {}
+    kinds: dict[tuple, list] = {}
+    groups: dict[tuple, Any] = {}
     for parameter, gradient in zip(parameters, local):
         if not parameter.requires_grad and gradient is None:
             continue

@@ -32,7 +32,7 @@ def load_metrics(module: Module, mesh: Mesh | None = None, reset: bool = False) 
     if not layers:
         return {}
     counters = [layer.tokens_per_expert for layer in layers.values()]
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, counts in zip(layers, _summed(platform, counters, mesh)):
         prefix = f"moe/{name}" if name else "moe"
         mean = float(np.mean(counts))

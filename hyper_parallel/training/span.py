@@ -69,7 +69,7 @@ class Span:
         place = mesh.get_coordinate()
         if place is None:
             raise ValueError(f"this rank is not part of the mesh {mesh}")
-        return Span(platform.gradients(), mesh, np.asarray(mesh.mesh.tolist()), tuple(place))
+        return Span(platform.gradients(), mesh, _ranks_of(mesh), tuple(place))
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -120,12 +120,17 @@ def _holds_same_part(parameter, rank):
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return True
-    found = np.argwhere(np.asarray(mesh.mesh.tolist()) == rank)
+    found = np.argwhere(_ranks_of(mesh) == rank)
     if len(found) == 0:
         return True
     here = mesh.get_coordinate()
     cut = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
     return all(found[0][axis] == here[axis] for axis in cut)
+
+
+def _ranks_of(mesh: Any) -> np.ndarray:
+    """Global ranks of a mesh, in its shape; torch's keeps them in a tensor."""
+    return np.asarray(mesh.mesh.tolist())
 
 
 def _name(mesh, axis):

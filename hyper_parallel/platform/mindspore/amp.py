@@ -20,9 +20,9 @@ def experts(cell, x_RD, counts_E, scores_R):
     dtype = compat.mixed_precision_of(cell)
     if dtype is None:
         return cell.run(x_RD, counts_E, scores_R)
-    weights = [weight.astype(dtype) for weight in (cell.w1, cell.w2, cell.w3)]
+    w1_EHD, w2_EDH, w3_EHD = (weight.astype(dtype) for weight in (cell.w1, cell.w2, cell.w3))
     with _nothing_cast():
-        return grouped_experts(cell.platform, *weights, x_RD.astype(dtype), counts_E, scores_R)
+        return grouped_experts(cell.platform, w1_EHD, w2_EDH, w3_EHD, x_RD.astype(dtype), counts_E, scores_R)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class GroupedExperts(GroupedExpertsBase, nn.Cell):
 
     platform = PLATFORM
 
-    def construct(self, x, num_tokens_per_expert, scores=None):
+    def construct(self, x: Tensor, num_tokens_per_expert: Tensor, scores: Tensor | None = None) -> Tensor:
         pynative_only()
         return amp.experts(self, x, num_tokens_per_expert, scores)
 
@@ -48,7 +48,7 @@ class FeedForward(FeedForwardBase, nn.Cell):
 
     platform = PLATFORM
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         pynative_only()
         return self.run(x)
 
@@ -63,7 +63,7 @@ class TokenChoiceTopKRouter(RouterBase, nn.Cell):
 
     platform = PLATFORM
 
-    def construct(self, x, expert_bias=None):
+    def construct(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         pynative_only()
         return self.run(x, expert_bias)
 
@@ -79,7 +79,7 @@ class MoE(MoEBase, nn.Cell):
     platform = PLATFORM
     router_class, experts_class, feed_forward_class = TokenChoiceTopKRouter, GroupedExperts, FeedForward
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor:
         pynative_only()
         return self.run(x)
 

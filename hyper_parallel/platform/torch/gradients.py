@@ -146,7 +146,7 @@ def _all_reduce(x, group, name, op=dist.ReduceOp.SUM):
 
 
 def _by_device(scalars):
-    found = {}
+    found: dict[torch.device, list] = {}
     for scalar in scalars:
         found.setdefault(scalar.device, []).append(scalar)
     return found.values()
