@@ -17,6 +17,9 @@ __all__ = ["VERBS"]
 
 
 class _Gradients(GradientVerbs):
+    def __init__(self):
+        self._joint_groups = set()
+
     def trainable(self, module):
         return [(parameter.name, parameter) for parameter in module.trainable_params()]
 
@@ -60,9 +63,11 @@ class _Gradients(GradientVerbs):
 
     def joint_group(self, ranks, device_type):
         ranks = sorted(ranks)
-        # The same name at every start; a second time does nothing.
+        # The same name at every start.
         name = f"hyper_parallel_joint_{zlib.crc32(repr(ranks).encode()):08x}_from_{ranks[0]}_count_{len(ranks)}"
-        comm.create_group(name, ranks)
+        if name not in self._joint_groups:
+            comm.create_group(name, ranks)
+            self._joint_groups.add(name)
         return name
 
     def sum_flat(self, tensors, group, divisor, name):

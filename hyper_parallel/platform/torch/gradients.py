@@ -57,7 +57,10 @@ class _Gradients(GradientVerbs):
             self._world, self._joint_groups = dist.group.WORLD, {}
         if ranks not in self._joint_groups:
             # Only the members meet here: other parts of the model, such as pipeline stages, come at their own time.
-            limit = compat.default_time_limit(device_type)
+            limit = None
+            if device_type == "cpu":
+                limit = compat.default_time_limit(device_type)
+                collectives.let_gloo_finish_before_exit()
             group = dist.new_group(sorted(ranks), timeout=limit, use_local_synchronization=True)
             self._joint_groups[ranks] = group
         return self._joint_groups[ranks]
