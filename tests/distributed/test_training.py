@@ -90,6 +90,7 @@ def test_what_mindspore_steps_refuse(mindspore_pool):
         assert "moe.experts.w1; make it of network.trainable_params() after the styles" in said["early optimizer"]
         assert said["op"].startswith('ValueError: op must be "sum" or "mean"')
         assert "is a shard of shape (2, 8, 8), got values of shape (4, 16, 8)" in said["whole weight"]
+        assert "is a shard: MindSpore's DistributedDataParallel would" in said["DDP"]
         modes = [name for name in said if "GRAPH_MODE" in name or "jit" in name]
         assert len(modes) == 6
         for name in modes:

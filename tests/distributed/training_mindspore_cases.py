@@ -7,6 +7,7 @@ import tempfile
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
+from mindspore.parallel.distributed import DistributedDataParallel
 
 import hyper_parallel as hp
 from hyper_parallel.training import TrainOneStepCell
@@ -229,6 +230,7 @@ def refused_steps(context):
         "early optimizer": lambda: TrainOneStepCell(WithLoss(early), optimizer, mesh["ep"]),
         "op": lambda: TrainOneStepCell(WithLoss(model), optimizer_of(model), mesh["ep"], op="max"),
         "step in GRAPH_MODE": lambda: in_graph_mode(lambda: step(x)),
+        "DDP": lambda: DistributedDataParallel(model, process_group=mesh.get_group("ep")),
         "whole weight": lambda: model.moe.experts.w1.set_data(Tensor(whole.moe.experts.w1)),
         "jit": lambda: ms.jit(model)(x),
         "jit of the layer": lambda: ms.jit(model.moe)(x),

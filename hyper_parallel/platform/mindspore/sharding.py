@@ -58,6 +58,18 @@ class ShardedParameter(Parameter, Tensor):
             )
         return super().set_data(data, slice_shape)
 
+    @property
+    def main_grad(self):
+        """Where MindSpore's ``DistributedDataParallel`` keeps a gradient; a shard refuses to get one."""
+        raise AttributeError("a shard has no main_grad")
+
+    @main_grad.setter
+    def main_grad(self, value):
+        raise TypeError(
+            f"{self.name} is a shard: MindSpore's DistributedDataParallel would give it the values and the gradients of "
+            "other experts; leave it out and sum gradients with hyper_parallel.reduce_gradients"
+        )
+
     def __deepcopy__(self, memo):
         copy = copied(Tensor(self))
         return ShardedParameter.of(copy, self.name, self.requires_grad, self.device_mesh, self.placements)
