@@ -66,7 +66,7 @@ class ShardedParameter(Parameter, Tensor):
     @main_grad.setter
     def main_grad(self, value):
         raise TypeError(
-            f"{self.name} is a shard: MindSpore's DistributedDataParallel would give it the values and the gradients of "
+            f"{self.name} is a shard: MindSpore's DistributedDataParallel would give it the values and gradients of "
             "other experts; leave it out and sum gradients with hyper_parallel.reduce_gradients"
         )
 
