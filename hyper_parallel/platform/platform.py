@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from hyper_parallel.core.placement_types import Placement
 from hyper_parallel.core.types import Group, Mesh, Module, Tensor
+from hyper_parallel.platform.gradients import GradientVerbs
 
 __all__ = ["Arriving", "Platform"]
 
@@ -358,3 +359,9 @@ class Platform(ABC):
     @abstractmethod
     def rows_with_nan(self, x: Tensor) -> list[int]:
         """Which rows of x hold a NaN. For checks: the host waits for the device."""
+
+    # Training
+
+    @abstractmethod
+    def gradients(self) -> GradientVerbs:
+        """The verbs of ``hyper_parallel.training``, described there."""

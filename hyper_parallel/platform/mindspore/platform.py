@@ -4,7 +4,7 @@ import mindspore as ms
 import mindspore.communication as comm
 from mindspore import Tensor, mint, nn, ops
 
-from hyper_parallel.platform.mindspore import collectives, compat, device, device_mesh, host, sharding
+from hyper_parallel.platform.mindspore import collectives, compat, device, device_mesh, gradients, host, sharding
 from hyper_parallel.platform.platform import Platform
 
 __all__ = ["MindSporePlatform"]
@@ -45,7 +45,7 @@ class MindSporePlatform(Platform):
         return module.cells_and_names()
 
     def replaced_forward(self, module):
-        return "construct" in module.__dict__
+        return "construct" in module.__dict__ or compat.recomputed_otherwise(module)
 
     def wrap_forward(self, module, sharded):
         return sharding.wrap_construct(module, sharded)
@@ -213,3 +213,8 @@ class MindSporePlatform(Platform):
 
     def digests(self, x, group, name):
         return device.routing().digests(x, group, name)
+
+    # Training
+
+    def gradients(self):
+        return gradients.VERBS

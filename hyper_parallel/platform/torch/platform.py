@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.platform import Platform
-from hyper_parallel.platform.torch import collectives, compat, device, host, routing, sharding
+from hyper_parallel.platform.torch import collectives, compat, device, gradients, host, routing, sharding
 
 __all__ = ["TorchPlatform"]
 
@@ -231,6 +231,11 @@ class TorchPlatform(Platform):
 
     def digests(self, x, group, name):
         return routing.digests(x, group, name)
+
+    # Training
+
+    def gradients(self):
+        return gradients.VERBS
 
 
 def _mesh_with_time_limit(shape: Sequence[int], names: Sequence[str] | None) -> DeviceMesh:
