@@ -25,6 +25,7 @@ test: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-test $(VENV)/with-p
 lint: $(VENV)/with-test
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
