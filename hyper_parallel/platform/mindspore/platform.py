@@ -24,9 +24,11 @@ class MindSporePlatform(Platform):
     def is_mesh(self, obj):
         return isinstance(obj, device_mesh.DeviceMesh)
 
-    def public_class(self, name):
+    def public_object(self, name):
         if name == "DeviceMesh":
             return device_mesh.DeviceMesh
+        if name == "ops_to_save":
+            raise AttributeError("ops_to_save belongs to torch; MindSpore recomputes whole cells and keeps no operator")
         from hyper_parallel.platform.mindspore import modules
 
         return getattr(modules, name)

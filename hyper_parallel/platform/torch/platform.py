@@ -26,9 +26,11 @@ class TorchPlatform(Platform):
     def is_mesh(self, obj):
         return isinstance(obj, DeviceMesh)
 
-    def public_class(self, name):
+    def public_object(self, name):
         if name == "DeviceMesh":
             return DeviceMesh
+        if name == "ops_to_save":
+            return collectives.ops_to_save
         from hyper_parallel.platform.torch import modules
 
         return getattr(modules, name)
