@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hyper_parallel.core.types import Mesh, Module, Tensor
@@ -158,7 +158,7 @@ def parameter_groups(module: Module) -> list[dict[str, Any]]:
     return [{"params": parameters} for parameters in found.values()]
 
 
-def buckets(entries, limit=BUCKET_BYTES):
+def buckets(entries: Iterable[tuple[Any, int, Any]], limit: int = BUCKET_BYTES) -> Iterator[tuple[Any, list[int]]]:
     """Yield (key, indices) for ``entries`` of (key, index, tensor), such that a bucket has one key and one dtype and at
     most ``limit`` bytes, or one tensor."""
     waiting: dict[Any, tuple[int, list[int]]] = {}
@@ -173,7 +173,7 @@ def buckets(entries, limit=BUCKET_BYTES):
         yield key, indices
 
 
-def _norm(verbs, parameters, local, norm_type, foreach):
+def _norm(verbs: Any, parameters: list[Any], local: list[Any], norm_type: float, foreach: bool | None) -> Any:
     """The norm of all gradients, each element counted once."""
     kinds: dict[tuple, list] = {}
     groups: dict[tuple, Any] = {}
@@ -195,7 +195,7 @@ def _norm(verbs, parameters, local, norm_type, foreach):
     return verbs.total_norm(powers, norm_type)
 
 
-def _missing_here(span, parameters, local, axes):
+def _missing_here(span: Span, parameters: list[Any], local: list[Any], axes: Iterable[Any]) -> list[int]:
     """Positions of gradients that are missing on this rank and present on another; every rank learns of differences."""
     group, device_type = span.group(span.axes), span.mesh.device_type
     shapes = [(tuple(parameter.shape), str(parameter.dtype), at) for parameter, at in zip(parameters, axes)]

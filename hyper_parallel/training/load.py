@@ -1,5 +1,7 @@
 """How evenly the experts of a model are used, for any logger."""
 
+from typing import Any
+
 import numpy as np
 
 from hyper_parallel.core.types import Mesh, Module
@@ -49,7 +51,7 @@ def load_metrics(module: Module, mesh: Mesh | None = None, reset: bool = False) 
     return metrics
 
 
-def _summed(platform, counters, mesh):
+def _summed(platform: Any, counters: list[Any], mesh: Any) -> list[list[int]]:
     """The counters' values summed over the mesh, as lists of ints."""
     verbs, group = platform.gradients(), None
     if mesh is not None:

@@ -115,7 +115,7 @@ class Span:
         return tuple(shared)
 
 
-def _holds_same_part(parameter, rank):
+def _holds_same_part(parameter: Any, rank: int) -> bool:
     """Whether another rank holds this rank's part. Ranks outside of the parameter's mesh have a replica of the mesh."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
@@ -133,5 +133,5 @@ def _ranks_of(mesh: Any) -> np.ndarray:
     return np.asarray(mesh.mesh.tolist())
 
 
-def _name(mesh, axis):
+def _name(mesh: Any, axis: int) -> str:
     return repr(mesh.mesh_dim_names[axis]) if mesh.mesh_dim_names else str(axis)
