@@ -12,7 +12,8 @@ import hyper_parallel
 from hyper_parallel.platform.platform import Platform
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [path for where in ("*.md", "docs/*.md", "platform/*/README.md") for path in sorted(ROOT.glob(where))]
+PLACES = ("*.md", "docs/*.md", "platform/*/README.md", "tests/README.md", "tests/*/README.md")
+DOCUMENTS = [path for where in PLACES for path in sorted(ROOT.glob(where))]
 TRANSLATIONS = [path for path in DOCUMENTS if path.name.endswith(".zh.md")]
 FRAMEWORKS = {"torch", "mindspore"}
 REFERENCE_ENTRY = r"^::: hyper_parallel\.(\S+)\n(?:    options:\n      heading: (\w+)\n)?"
