@@ -14,7 +14,7 @@ def test_the_first_test_is_the_one_that_runs():
 
 def test_every_file_that_is_named_exists():
     links = re.findall(r"\]\(([\w/]+\.\w+)\)", README)
-    named = re.findall(r"\btests/[\w/]+(?:\.py)?", README)
+    named = re.findall(r"\btests/[\w/]+(?:\.\w+)?", README)
     helpers = re.findall(r"`(\w+\.py)`", README.split("| in `tests/harness` |")[1].split("\n\n")[0])
     assert len(links) > 4 and len(named) > 8 and len(helpers) > 8
     missing = [name for name in links if not (TESTS / name).exists()]
