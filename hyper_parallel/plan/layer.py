@@ -23,6 +23,7 @@ STYLES = (
 )
 SCORE_BYTES = 4  # scores are fp32, whatever the rows are
 INDEX_BYTES = 8  # orders, counts and ids are int64
+FIELDS = 4  # integers for every rank, beside its counts, on what a rank is about to send
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,8 @@ def _both(axis: str, kind: str, what: str, size: int, formula: str, back: int | 
 
 def _exact(layer: MoELayer, scores: bool) -> list[Collective]:
     out, back = layer.rows * layer.dim * layer.itemsize, layer.arriving_rows * layer.dim * layer.itemsize
-    counts = INDEX_BYTES * layer.num_experts
-    found = [Collective("ep", "forward", "all-to-all", "counts", counts, "8 E")]
+    counts = INDEX_BYTES * (layer.num_experts + FIELDS * layer.ep)
+    found = [Collective("ep", "forward", "all-to-all", "counts", counts, "8 (E + 4 ep)")]
     found += _both("ep", "all-to-all", "rows", out, "T K D b: dispatch", back)
     found += _both("ep", "all-to-all", "rows", back, "T K D b: combine", out)
     if scores:
@@ -166,10 +167,10 @@ def _sums(layer: MoELayer, bare: bool, scores: bool) -> list[Collective]:
 def _dedup(layer: MoELayer) -> list[Collective]:
     sent, arrived = layer.sent_tokens, round(layer.sent_tokens * layer.arriving)
     of_token, of_scores = layer.dim * layer.itemsize, layer.top_k * SCORE_BYTES
-    counts = INDEX_BYTES * (layer.num_experts + layer.ep)
+    counts = INDEX_BYTES * (layer.num_experts + (1 + FIELDS) * layer.ep)
     ids = INDEX_BYTES * layer.top_k * sent
     found = [
-        Collective("ep", "forward", "all-to-all", "counts", counts, "8 (E + ep)"),
+        Collective("ep", "forward", "all-to-all", "counts", counts, "8 (E + 5 ep)"),
         Collective("ep", "forward", "all-to-all", "ids", ids, "8 M K"),
     ]
     found += _both("ep", "all-to-all", "rows", sent * of_token, "M D b: dispatch", arrived * of_token)
@@ -182,14 +183,14 @@ def _split(layer: MoELayer) -> list[Collective]:
     tp, of_row = layer.tp, layer.dim * layer.itemsize
     share = -(-layer.num_tokens // tp) * layer.top_k
     arrived = round(share * layer.arriving)
-    counts = INDEX_BYTES * layer.num_experts
+    counts = INDEX_BYTES * (layer.num_experts + FIELDS * layer.ep)
     found = []
     if layer.ep > 1:
-        found.append(Collective("ep", "forward", "all-to-all", "counts", counts, "8 E"))
+        found.append(Collective("ep", "forward", "all-to-all", "counts", counts, "8 (E + 4 ep)"))
         found += _both("ep", "all-to-all", "rows", share * of_row, "T/tp K D b: dispatch", arrived * of_row)
         found += _both("ep", "all-to-all", "rows", arrived * of_row, "T/tp K D b: combine", share * of_row)
         found += _both("ep", "all-to-all", "scores", share * SCORE_BYTES, "4 T/tp K", arrived * SCORE_BYTES)
-    found.append(Collective("tp", "forward", "all-to-all", "counts", tp * counts, "8 E tp"))
+    found.append(Collective("tp", "forward", "all-to-all", "counts", tp * counts, "8 (E + 4 ep) tp"))
     found += _both("tp", "all-to-all", "rows", tp * arrived * of_row, "T K D b: gather")
     found += _both("tp", "all-to-all", "rows", tp * arrived * of_row, "T K D b: scatter of sums")
     found += _both("tp", "all-to-all", "scores", tp * arrived * SCORE_BYTES, "4 T K")
@@ -216,7 +217,8 @@ def kept_bytes(layer: MoELayer, bare: bool = False) -> int:
     at_experts = rows * layer.dim * b
     moved = layer.ep > 1 or layer.splits
     reordered = moved and (layer.ep < layer.num_experts or layer.splits)
-    orders = 2 * INDEX_BYTES * rows if reordered else 0
+    # The two orders, and the counts of this rank's experts, which come in the same tensor.
+    orders = INDEX_BYTES * (2 * rows + layer.num_experts // layer.ep) if reordered else 0
     if bare:
         return gate_and_up + orders + (at_experts if moved else 0)
     # Router: probabilities [T, E], the ids, the counts, and the two orders of the tokens' rows.

@@ -17,13 +17,11 @@ def flops(work):
     return formulas.flops(layer_of(work))
 
 
-def payload(work, scores=False):
-    """Bytes that a rank hands to collectives, by axis, as (forward, backward).
-
-    Args:
-        scores: the experts are given scores (a MoE layer with scores "inside" them).
-    """
-    return formulas.payload(layer_of(work), bare=work.layer == "experts", scores=scores)
+def payload(work):
+    """Bytes that a rank hands to collectives, by axis, as (forward, backward): bare experts without scores, or a MoE
+    layer."""
+    bare = work.layer == "experts"
+    return formulas.payload(layer_of(work), bare, scores=not bare)
 
 
 def on_the_wire(work):

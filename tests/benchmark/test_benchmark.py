@@ -40,7 +40,7 @@ def test_scores_inside_travel_with_the_rows(measured):
     for work, per_rank in measured.items():
         if work.layer == "moe":
             found = summary.summarize(work, per_rank)["traffic"]["scores inside"]
-            assert {axis: tuple(sizes) for axis, sizes in found.items()} == model.payload(work, scores=True)
+            assert {axis: tuple(sizes) for axis, sizes in found.items()} == model.payload(work)
 
 
 def test_kept_bytes_are_those_of_the_model(measured):
@@ -127,5 +127,5 @@ def test_the_worked_example_of_the_documents():
     mib = 2**20
     assert model.payload(experts)["tp"] == (16 * mib, 16 * mib)
     assert model.payload(moe)["tp"] == (4 * mib, 4 * mib + 32 * 1024)
-    assert model.payload(moe)["ep"] == (32 * mib + 8 * 16, 32 * mib)
+    assert model.payload(moe)["ep"] == (32 * mib + 8 * (16 + 4 * 2) + 32 * 1024, 32 * mib + 32 * 1024)
     assert round(model.kept_bytes(experts) / mib, 1) == 48.1
