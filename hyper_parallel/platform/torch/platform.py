@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.platform.platform import Platform
-from hyper_parallel.platform.torch import collectives, compat, device, host, routing, sharding
+from hyper_parallel.platform.torch import collectives, compat, device, host, operators, routing, sharding
 
 __all__ = ["TorchPlatform"]
 
@@ -48,11 +48,16 @@ class TorchPlatform(Platform):
         sharding.wrap_forward(module, sharded)
 
     def sharded(self, module):
-        return getattr(type(module), sharding.SHARDED, None)
+        return vars(module).get(sharding.SHARDED)
 
     @compat.never_compiled
     def eagerly(self, function, *args):
         return function(*args)
+
+    def as_operator(self, module, method, parts, *inputs):
+        if torch.compiler.is_compiling() and operators.can_be_operator(module, parts):
+            return operators.call(module, method, parts, inputs)
+        return self.eagerly(getattr(module, method), *inputs)
 
     # Meshes and layouts
 
