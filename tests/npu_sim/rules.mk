@@ -17,11 +17,11 @@ test-npu-sim: $(NPU_BUILD)/done
 	LD_LIBRARY_PATH=$(CURDIR)/$(NPU_BUILD)/runtime $(NPU_ENVIRONMENT) $(NPU_PYTEST) tests/npu_sim \
 		--ignore tests/npu_sim/test_floor.py
 
-$(NPU_BUILD)/done: tests/npu_sim/build.py $(wildcard tests/npu_sim/src/*.c) $(NPU_VENV)/done
+$(NPU_BUILD)/done: tests/npu_sim/build.py $(wildcard tests/npu_sim/src/*.[ch]) $(NPU_VENV)/done
 	$(NPU_RUN) tests/npu_sim/build.py $(NPU_BUILD)
 	touch $@
 
-$(NPU_VENV)/done: platform/torch_npu/requirements.txt setup.py
+$(NPU_VENV)/done: platform/torch_npu/requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(NPU_VENV)
 	$(NPU_RUN) -m pip install --quiet --requirement platform/torch_npu/requirements.txt --editable '.[test]'
 	touch $@

@@ -12,8 +12,11 @@ import hyper_parallel
 from hyper_parallel.platform.platform import Platform
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [path for where in ("README*.md", "docs/*.md", "platform/*/README.md") for path in sorted(ROOT.glob(where))]
+PLACES = ("*.md", "docs/*.md", "platform/*/README.md", "tests/README.md", "tests/*/README.md")
+DOCUMENTS = [path for where in PLACES for path in sorted(ROOT.glob(where))]
+TRANSLATIONS = [path for path in DOCUMENTS if path.name.endswith(".zh.md")]
 FRAMEWORKS = {"torch", "mindspore"}
+REFERENCE_ENTRY = r"^::: hyper_parallel\.(\S+)\n(?:    options:\n      heading: (\w+)\n)?"
 
 
 def name_of(path):
@@ -24,15 +27,37 @@ def fenced_blocks(path, language):
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.S | re.M)
 
 
+def text_without_blocks(path):
+    return re.sub(r"^ *```.*?^ *```$", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
 def text_outside_code(path):
-    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
-    return re.sub(r"`[^`\n]*`", "", text)
+    return re.sub(r"`[^`\n]*`", "", text_without_blocks(path))
 
 
 def anchors(path):
     """The names under which GitHub links to the headings."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def heading_levels(path):
+    return [len(marks) for marks in re.findall(r"^(#+) ", text_without_blocks(path), re.M)]
+
+
+def table_sizes(path):
+    """(rows, columns) of each table; escaped bars and those in code are text."""
+    tables = re.findall(r"(?:^\|.*\n)+", text_outside_code(path), re.M)
+    return [tuple(row.replace("\\|", "").count("|") - 1 for row in table.splitlines()) for table in tables]
+
+
+def code_blocks(path):
+    return re.findall(r"^ *```.*?^ *```$", path.read_text(encoding="utf-8"), re.S | re.M)
+
+
+def addresses(path):
+    """The pages elsewhere that a document sends its reader to."""
+    return re.findall(r"\]\((https?://[^)\s]+)\)", text_outside_code(path))
 
 
 def imported_modules(source):
@@ -53,7 +78,13 @@ def names_imported_from_us(source):
 
 def test_all_documents_are_found():
     names = {name_of(path) for path in DOCUMENTS}
-    assert {"README.md", "README.zh.md", "docs/expert_parallel.md", "docs/architecture.md"} <= names
+    assert {
+        "README.md",
+        "README.zh.md",
+        "docs/expert_parallel.zh.md",
+        "docs/ascend.zh.md",
+        "docs/architecture.md",
+    } <= names
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
@@ -77,6 +108,17 @@ def test_python_blocks_compile_and_import_public_names(document):
         assert set(names_imported_from_us(block)) <= set(hyper_parallel.__all__)
 
 
+def test_the_reference_has_every_public_name():
+    reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    listed = {heading or path.split(".")[-1] for path, heading in re.findall(REFERENCE_ENTRY, reference, re.M)}
+    assert listed == set(hyper_parallel.__all__)
+
+
+def test_the_site_shows_every_page_of_docs():
+    navigation = (ROOT / "docs" / "site" / "mkdocs.yml").read_text(encoding="utf-8")
+    assert not [path.name for path in ROOT.glob("docs/*.md") if f" docs/{path.name}\n" not in navigation]
+
+
 def test_readme_shows_an_example_per_framework():
     torch_example, mindspore_example = fenced_blocks(ROOT / "README.md", "python")
     assert "torch" in set(imported_modules(torch_example))
@@ -85,15 +127,17 @@ def test_readme_shows_an_example_per_framework():
     assert "ExpertTensorParallel" in set(names_imported_from_us(mindspore_example))
 
 
-def test_readmes_show_the_same_code():
-    for language in ("python", "bash", "text"):
-        assert fenced_blocks(ROOT / "README.md", language) == fenced_blocks(ROOT / "README.zh.md", language)
+@pytest.mark.parametrize("translation", TRANSLATIONS, ids=name_of)
+def test_a_translation_has_the_shape_of_its_page(translation):
+    page = translation.with_name(translation.name.replace(".zh.md", ".md"))
+    for part in (heading_levels, table_sizes, code_blocks, addresses):
+        assert part(translation) == part(page), part.__name__
 
 
 def test_index_arithmetic_example_holds():
-    blocks = fenced_blocks(ROOT / "docs" / "expert_parallel.md", "python")
+    blocks = fenced_blocks(ROOT / "docs" / "architecture.md", "python")
     (example,) = [block for block in blocks if block.startswith("# Runs in one process")]
-    exec(compile(example, "docs/expert_parallel.md", "exec"), {})
+    exec(compile(example, "docs/architecture.md", "exec"), {})
 
 
 def test_architecture_lists_every_verb_of_a_platform():

@@ -3,9 +3,11 @@
 Shape suffixes: R rows, E experts, H hidden size, D model size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hyper_parallel.core.types import Tensor
+from hyper_parallel.core.types import Module, Tensor
 from hyper_parallel.platform.platform import Platform
 
 __all__ = [
@@ -14,7 +16,10 @@ __all__ = [
     "check_ready",
     "experts_shapes",
     "feed_forward_shapes",
+    "check_buffers",
+    "check_fit",
     "check_inputs",
+    "check_tokens",
     "check_counts",
 ]
 
@@ -38,7 +43,7 @@ class FeedForwardShapes:
     dim: int
 
 
-def check_ready(platform, module, style):
+def check_ready(platform: Platform, module: Module, style: str) -> None:
     """Raise unless ``module`` is one that a style may still be applied to.
 
     Raises:
@@ -55,7 +60,7 @@ def check_ready(platform, module, style):
         raise ValueError(f"{style}: forward was replaced on this object; apply the style before you do that")
 
 
-def experts_shapes(platform, module, style, extra_parameters=False):
+def experts_shapes(platform: Platform, module: Module, style: str, extra_parameters: bool = False) -> ExpertShapes:
     """Return the sizes of an experts module that is ready to be sharded.
 
     Args:
@@ -79,7 +84,7 @@ def experts_shapes(platform, module, style, extra_parameters=False):
     return shapes
 
 
-def feed_forward_shapes(platform, module, style):
+def feed_forward_shapes(platform: Platform, module: Module, style: str) -> FeedForwardShapes | None:
     """Return the sizes of a dense SwiGLU module with linear layers w1, w2, w3, or None if ``module`` is not one.
 
     Raises:
@@ -99,22 +104,31 @@ def feed_forward_shapes(platform, module, style):
     return FeedForwardShapes(hidden_dim, dim)
 
 
-def _check_whole(platform, parameters, style):
+def _check_whole(platform: Platform, parameters: dict[str, Any], style: str) -> None:
     sharded = [name for name, parameter in parameters.items() if platform.is_sharded(parameter)]
     if sharded:
         raise RuntimeError(f"{style}: parameters {sharded} are already laid out over a mesh; apply the style first")
 
 
-def _weight_shapes(parameters, style):
+def _weight_shapes(parameters: dict[str, Any], style: str) -> ExpertShapes:
     w1, w2, w3 = (tuple(parameters[name].shape) for name in WEIGHTS)
     if len(w1) != 3 or w3 != w1 or w2 != (w1[0], w1[2], w1[1]):
         raise ValueError(
             f"{style} expects w1 and w3 of shape [E, H, D] and w2 of shape [E, D, H], got w1 {w1}, w2 {w2}, w3 {w3}"
         )
+    if len({parameters[name].dtype for name in WEIGHTS}) > 1:
+        dtypes = ", ".join(f"{name} {parameters[name].dtype}" for name in WEIGHTS)
+        raise ValueError(f"{style} expects w1, w2 and w3 of one dtype, got {dtypes}")
+    if len({id(parameters[name]) for name in WEIGHTS}) < len(WEIGHTS):
+        raise ValueError(f"{style}: two of w1, w2, w3 are one parameter; sharding would tear them apart")
+    if 0 in w1:
+        raise ValueError(f"{style} expects at least one expert, and sizes of at least 1, got w1 {w1}")
     return ExpertShapes(num_experts=w1[0], hidden_dim=w1[1], dim=w1[2])
 
 
-def _check_other_parameters(platform, module, parameters, style, num_experts):
+def _check_other_parameters(
+    platform: Platform, module: Module, parameters: dict[str, Any], style: str, num_experts: int | None
+) -> None:
     """Parameters that the style would not shard would silently get gradients of one rank's tokens only."""
     others = [name for name in parameters if name not in WEIGHTS]
     if num_experts is not None:
@@ -124,6 +138,47 @@ def _check_other_parameters(platform, module, parameters, style, num_experts):
     if others:
         allowed = "" if num_experts is None else f" and ones whose first dim is the expert ({num_experts})"
         raise ValueError(f"{style} shards parameters w1, w2, w3{allowed}; this module also has {others}")
+
+
+def check_buffers(platform: Platform, module: Module, shapes: ExpertShapes, axes: Sequence[str], style: str) -> None:
+    """Raise ``ValueError`` for a buffer that would have to be cut with the weights: left whole, its entries would meet
+    other experts, or other parts of them, than they are meant for."""
+    for path, child in platform.named_modules(module):
+        for name, buffer in platform.buffers(child).items():
+            name, shape = f"{path}.{name}".lstrip("."), tuple(buffer.shape)
+            of_experts = "ep" in axes and shape[:1] == (shapes.num_experts,)
+            if of_experts or ("tp" in axes and shapes.hidden_dim in shape):
+                what = "num_experts" if of_experts else "hidden_dim"
+                raise ValueError(
+                    f"{style}: buffer {name!r} of shape {shape} has entries for {what}, but only parameters are cut; "
+                    "make it a parameter (with requires_grad=False), or keep it outside of this module"
+                )
+
+
+def check_tokens(platform: Platform, moe: Any, x: Tensor) -> None:
+    """Raise unless ``x`` is a plain tensor [..., D] for the router of a MoE layer."""
+    if not platform.is_tensor(x):
+        raise TypeError(
+            f"x must be a plain {platform.name} tensor, got {type(x).__module__}.{type(x).__qualname__}; pass the "
+            "local tensor of a DTensor, x.to_local(), or have torch's PrepareModuleInput do so (use_local_output=True)"
+        )
+    dim = getattr(moe.router, "dim", x.shape[-1] if len(x.shape) else None)  # a router of the user's need not have it
+    if len(x.shape) < 2 or x.shape[-1] != dim:
+        raise ValueError(f"x must have shape [..., {dim}], of two dims or more, got {tuple(x.shape)}")
+
+
+def check_fit(platform: Platform, x_RD: Tensor, weight: Tensor) -> None:
+    """Raise ``ValueError`` unless rows and an expert's weight can be multiplied: one device, one dtype."""
+    if not platform.same_device(x_RD, weight):
+        raise ValueError(
+            f"rows are on {x_RD.device} but the experts' weights on {weight.device}; weights that were made on meta "
+            "need to_empty(device=...), and then reset_parameters() or a checkpoint"
+        )
+    if not platform.same_dtype(x_RD, weight):
+        raise ValueError(
+            f"rows are {x_RD.dtype} but the experts' weights {weight.dtype}; cast one of them, or use autocast where "
+            "the framework has it"
+        )
 
 
 def check_inputs(
@@ -152,6 +207,8 @@ def check_inputs(
             f"num_tokens_per_expert must have one entry for each of the {shapes.num_experts} experts, "
             f"got shape {tuple(num_tokens_per_expert_E.shape)}"
         )
+    if scores_R is not None and not platform.is_floating(scores_R):
+        raise ValueError(f"scores must be floating numbers, got {scores_R.dtype}")
     if scores_R is not None and tuple(scores_R.shape) != (x_RD.shape[0],):
         raise ValueError(f"scores must have shape [{x_RD.shape[0]}], one per row of x, got {tuple(scores_R.shape)}")
     if not platform.on_host(num_tokens_per_expert_E):
@@ -161,7 +218,7 @@ def check_inputs(
     return platform.int_tensor(counts, like=x_RD)
 
 
-def check_counts(counts, num_rows):
+def check_counts(counts: Sequence[int], num_rows: int) -> None:
     """Raise ``ValueError`` unless ``counts`` (host ints) are not negative and sum to the number of rows."""
     if counts and min(counts) < 0:
         raise ValueError(f"num_tokens_per_expert must not be negative, got {counts}")

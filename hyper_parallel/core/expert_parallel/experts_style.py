@@ -4,12 +4,12 @@ from abc import abstractmethod
 from typing import Any
 
 from hyper_parallel.core.device_mesh import check_mesh
-from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_ready, experts_shapes
+from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_buffers, check_ready, experts_shapes
 from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, RowsExchange
 from hyper_parallel.core.expert_parallel.sharded import Sharded, ShardedExperts
 from hyper_parallel.core.parallel_style import ParallelStyle
 from hyper_parallel.core.placement_types import Placement
-from hyper_parallel.core.types import Mesh, Module, Tensor
+from hyper_parallel.core.types import Mesh, Module, SameModule, Tensor
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Platform
 
@@ -39,12 +39,20 @@ class ExpertsStyle(ParallelStyle):
             size, degree = getattr(shapes, what), device_mesh.size(self.mesh_dim_names.index(axis))
             if size % degree:
                 raise ValueError(f"{style}: {what} ({size}) must be divisible by the {axis} degree ({degree})")
+        if isinstance(shapes, ExpertShapes):
+            check_buffers(platform, module, shapes, self.mesh_dim_names, style)
+        if self.reduce_dtype is not None and not platform.is_floating(self.reduce_dtype):
+            raise ValueError(
+                f"{style}: reduce_dtype must be a floating dtype of {platform.name}, such as {platform.name}.float32, "
+                f"got {self.reduce_dtype!r}"
+            )
         return shapes
 
-    def apply(self, module: Module, device_mesh: Mesh) -> Module:
+    def apply(self, module: SameModule, device_mesh: Mesh) -> SameModule:
         """Shard an experts module in place, so that it computes on every rank what one device computes.
 
-        Every rank of the mesh calls this. The weights of the mesh's first rank are the ones that are laid out.
+        Every rank of the mesh calls this. The weights of the mesh's first rank are the ones that are laid out. After
+        an error the module is as it was.
         Afterwards ``module(x, num_tokens_per_expert, scores=None)`` takes the rows of this ep coordinate, counts over
         all experts, and gives complete outputs and gradients; see ``GroupedExperts`` for the shapes.
 
@@ -58,12 +66,13 @@ class ExpertsStyle(ParallelStyle):
         Raises:
             TypeError: not a module, or a mesh of another framework.
             ValueError: mesh names, parameter shapes, or sizes that do not divide. RuntimeError: a second ``apply``.
-            After an error the module is as it was.
         """
         shapes, platform = self.validate(module, device_mesh), get_platform(module)
         sharded = self._bind(shapes, platform, device_mesh, type(module).__name__)
+        # A class that cannot be subclassed says so here, before anything is changed.
+        put_on = platform.wrap_forward(module, sharded)
         self._partition_fn("", module, device_mesh)
-        platform.wrap_forward(module, sharded)
+        put_on()
         return module
 
     def make_exchange(self, places: Places) -> Exchange:
@@ -73,7 +82,7 @@ class ExpertsStyle(ParallelStyle):
         """
         return RowsExchange(places)
 
-    def _bind(self, shapes, platform: Platform, device_mesh: Mesh, name: str) -> Sharded:
+    def _bind(self, shapes: Any, platform: Platform, device_mesh: Mesh, name: str) -> Sharded:
         axes = {axis: self._axis(device_mesh, axis) for axis in ("ep", "tp")}
         shared = {axis: None if mesh is None or mesh.size() == 1 else mesh for axis, mesh in axes.items()}
         places = Places(platform, shapes.num_experts, shared["ep"], shared["tp"])

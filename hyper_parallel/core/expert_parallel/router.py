@@ -8,20 +8,30 @@ from typing import Any
 from hyper_parallel.core.types import Tensor
 from hyper_parallel.platform.platform import Platform
 
-__all__ = ["check_router", "route"]
+__all__ = ["check_router", "check_sizes", "route"]
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ``TypeError`` for a size that is no integer, ``ValueError`` for one below 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} must be an int, got {size!r}")
+        if size < 1 and name != "top_k":
+            raise ValueError(f"{name} must be at least 1, got {size}")
 
 
 def check_router(
     num_experts: int, top_k: int, score_func: str, num_expert_groups: int | None, num_limited_groups: int | None
 ) -> None:
-    """Raise ``ValueError`` for sizes or names that no router can have."""
+    """Raise ``ValueError`` for sizes or names that no router can have, ``TypeError`` for sizes that are no integers."""
+    check_sizes(num_experts=num_experts, top_k=top_k)
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k ({top_k}) must lie between 1 and num_experts ({num_experts})")
     if score_func not in ("softmax", "sigmoid"):
         raise ValueError(f'score_func must be "softmax" or "sigmoid", got {score_func!r}')
     if (num_expert_groups is None) != (num_limited_groups is None):
         raise ValueError("num_expert_groups and num_limited_groups must be given together")
-    if num_expert_groups is None:
+    if num_expert_groups is None or num_limited_groups is None:
         return
     if num_experts % num_expert_groups or num_experts // num_expert_groups < 2:
         raise ValueError(f"num_experts ({num_experts}) must fill num_expert_groups ({num_expert_groups}) of at least 2")
@@ -56,7 +66,7 @@ def route(platform: Platform, router: Any, x_TD: Tensor, expert_bias_E: Tensor |
     return scores_TK * router.route_scale, selected_TK
 
 
-def _limit_to_groups(platform, wanted_TE, num_groups, num_limited):
+def _limit_to_groups(platform: Platform, wanted_TE: Tensor, num_groups: int, num_limited: int) -> Tensor:
     """Put experts outside of each token's best groups out of reach; a group is worth its two best experts
     (DeepSeek-V3, section 2.1.2)."""
     num_tokens, num_experts = wanted_TE.shape

@@ -12,6 +12,7 @@ layer moves rows and sums by itself, and calls the experts for what lies between
 Shape suffixes: R rows, E experts.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +20,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from hyper_parallel.core.expert_parallel.checks import ExpertShapes, FeedForwardShapes, check_inputs
+from hyper_parallel.core.expert_parallel.checks import ExpertShapes, FeedForwardShapes, check_fit, check_inputs
 from hyper_parallel.core.expert_parallel.exchange import Exchange
 from hyper_parallel.core.types import Mesh, Module, Tensor
 from hyper_parallel.platform.platform import Platform
 
 __all__ = ["DEBUG_VARIABLE", "Caller", "Sharded", "ShardedExperts", "ShardedFeedForward", "debugging"]
+
+logger = logging.getLogger("hyper_parallel")
 
 DEBUG_VARIABLE = "HYPER_PARALLEL_DEBUG"
 
@@ -95,9 +98,9 @@ class Sharded:
         if group is None:
             return forward(*inputs)
         names = (f"experts: sum of the {what}' gradient over tp" for what in ("rows", "scores"))
-        inputs = [self.platform.copy_to_group(x, group, name, dtype) for x, name in zip(inputs, names)]
+        entered = [self.platform.copy_to_group(x, group, name, dtype) for x, name in zip(inputs, names)]
         name = "experts: sum of the output rows over tp"
-        return self.platform.reduce_from_group(forward(*inputs), group, name, dtype)
+        return self.platform.reduce_from_group(forward(*entered), group, name, dtype)
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
@@ -119,11 +122,20 @@ class Sharded:
             what = f"debug: all-gather of digests of {name} over tp"
             digests = self.platform.digests(value, self.tp_mesh.get_group(), what)
             different = [r for r, digest in enumerate(digests) if digest != digests[0]]
+            nan = self._words_on_nan(name, value)
             if different:
                 raise ValueError(
                     f"{self.label}: all tp ranks of one ep coordinate must be given the same {name}; those of "
-                    f"tp coordinates {different} differ from that of tp coordinate 0"
+                    f"tp coordinates {different} differ from that of tp coordinate 0{nan and f' ({nan})'}"
                 )
+            if nan:
+                logger.warning("%s: %s", self.name, nan)
+
+    def _words_on_nan(self, name: str, value: Tensor) -> str:
+        """Whoever looks for a NaN switches debug mode on, and should be told of it."""
+        rows = self.platform.rows_with_nan(value)
+        shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+        return f"{name} holds NaN in rows {shown}" if rows else ""
 
 
 @dataclass(frozen=True)
@@ -138,19 +150,28 @@ class ShardedExperts(Sharded):
     shapes: ExpertShapes
     exchange: Exchange | None
 
-    def local(self, local_forward, x_RD, num_tokens_per_expert, scores=None):
+    def local(
+        self, local_forward: Callable, x_RD: Tensor, num_tokens_per_expert: Tensor, scores: Tensor | None = None
+    ) -> Tensor:
         # A module that takes no scores must still work for calls without them.
-        scores = () if scores is None else (scores,)
-        return local_forward(x_RD, num_tokens_per_expert, *scores)
+        return local_forward(x_RD, num_tokens_per_expert, *(() if scores is None else (scores,)))
 
-    def whole(self, mod, local_forward, x, num_tokens_per_expert, scores=None):
+    def whole(
+        self,
+        mod: Module,
+        local_forward: Callable,
+        x: Tensor,
+        num_tokens_per_expert: Tensor,
+        scores: Tensor | None = None,
+    ) -> Tensor:
         """Rows of this ep coordinate sorted by expert, counts over all experts -> their outputs, in the same order."""
         num_tokens_per_expert = check_inputs(self.platform, self.shapes, x, num_tokens_per_expert, scores)
+        check_fit(self.platform, x, self.platform.parameters(mod)["w1"])
         self.check_replicated(x=x, num_tokens_per_expert=num_tokens_per_expert, scores=scores)
         inputs, trip = self.style._token_dispatch(mod, (x, num_tokens_per_expert, scores), self.ep_mesh)
         x_RD, counts_L, scores_R = inputs
 
-        def forward(x_RD, scores_R=None):
+        def forward(x_RD: Tensor, scores_R: Tensor | None = None) -> Tensor:
             return self.local(local_forward, x_RD, counts_L, scores_R)
 
         rows_RD = self.summed_over_tp(forward, *((x_RD,) if scores_R is None else (x_RD, scores_R)))
@@ -163,8 +184,8 @@ class ShardedFeedForward(Sharded):
 
     shapes: FeedForwardShapes
 
-    def local(self, local_forward, x):
+    def local(self, local_forward: Callable, x: Tensor) -> Tensor:
         return local_forward(x)
 
-    def whole(self, mod, local_forward, x, **keywords):
+    def whole(self, mod: Module, local_forward: Callable, x: Tensor, **keywords: Any) -> Tensor:
         return self.summed_over_tp(lambda x: local_forward(x, **keywords), x)

@@ -3,18 +3,22 @@
 Shape suffixes: T tokens, K experts per token, E experts, R rows (T * K).
 """
 
-import math
-
 import torch
+from torch.autograd.function import once_differentiable
 
 from hyper_parallel.platform.torch import collectives
+
+# The integers of the same size as a number.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 __all__ = [
     "count_in_backward",
     "digests",
+    "floor_divide",
     "multi_hot",
     "nonzero",
     "probabilities",
+    "rows_with_nan",
     "sort_by_expert",
     "take_along",
     "top_indices",
@@ -42,6 +46,11 @@ def multi_hot(index_TK, size):
     return torch.zeros(index_TK.shape[0], size, device=index_TK.device).scatter_(1, index_TK, 1.0)
 
 
+def floor_divide(x, divisor):
+    """``x // divisor``; see ``Platform.floor_divide``."""
+    return x // divisor
+
+
 def nonzero(x, num_nonzero):
     """Where the flat x is not 0. Not torch.nonzero, which would have the host wait to learn how many there are."""
     return torch.argsort((x == 0).to(torch.uint8), stable=True)[:num_nonzero]
@@ -62,11 +71,19 @@ def count_in_backward(x, counter_E, counts_E):
 
 
 def digests(x, group, name):
-    """Four numbers per rank that differ where the ranks' x differ; see ``Platform.digests``."""
-    x = x.detach().double().reshape(x.shape[0], math.prod(x.shape[1:]))
-    weights = torch.arange(1.0, x.shape[0] + 1, dtype=x.dtype, device=x.device)
-    digest = torch.stack([torch.tensor(float(x.shape[0])).to(x), x.sum(), x.square().sum(), x.sum(1) @ weights])
+    """Three integers per rank that differ where the bits of the ranks' x do; see ``Platform.digests``."""
+    bits = x.detach().contiguous().reshape(-1).view(INTEGERS[x.element_size()]).to(torch.int64)
+    # Each number counts with a weight of its place, modulo 2**64, so that no other order gives the same sum.
+    weights = (torch.arange(len(bits), device=x.device) + 1) * 0x9E3779B97F4A7C1
+    digest = torch.stack([torch.tensor(x.shape[0], device=x.device), bits.sum(), (bits * weights).sum()])
     return collectives.all_gather_vector(digest, group, name).tolist()
+
+
+def rows_with_nan(x):
+    """Which rows of x hold a NaN; see ``Platform.rows_with_nan``."""
+    if not x.is_floating_point() or x.numel() == 0:
+        return []
+    return torch.isnan(x.detach()).reshape(x.shape[0], -1).any(1).nonzero().flatten().tolist()
 
 
 class CountInBackward(torch.autograd.Function):
@@ -78,6 +95,7 @@ class CountInBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         ctx.counter_E.add_(ctx.counts_E)
         return grad, None, None

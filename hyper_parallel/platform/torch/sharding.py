@@ -3,9 +3,11 @@
 import functools
 from contextlib import contextmanager
 
+import torch.distributed as dist
 import torch.distributed.tensor as dt
 from torch import nn
 
+from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.torch import compat
 
 __all__ = ["call_on_twin", "local", "to_torch", "shard_parameter", "wrap_forward", "SHARDED"]
@@ -26,9 +28,10 @@ def to_torch(placements):
 def shard_parameter(module, name, device_mesh, placements):
     """Replace a parameter by a DTensor parameter; attributes that a user put on it go along."""
     old = getattr(module, name)
-    new = nn.Parameter(
-        dt.distribute_tensor(old.detach(), device_mesh, to_torch(placements)), requires_grad=old.requires_grad
-    )
+    whole, ranks = old.detach(), device_mesh.mesh.flatten().tolist()
+    with operation(f"distribute_tensor: laying out {name}", ranks, dist.get_rank()):
+        sharded = dt.distribute_tensor(whole, device_mesh, to_torch(placements))
+    new = nn.Parameter(sharded, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     module.register_parameter(name, new)
 
@@ -39,14 +42,19 @@ def local(parameter):
 
 
 def wrap_forward(module, sharded):
-    """Give ``module`` a subclass of its class whose forward is ``sharded``, which is kept on the module.
+    """Prepare a subclass of the module's class whose forward is ``sharded``, which is kept on the module; what comes
+    back puts both on.
 
     A class, unlike a forward put on the object, is shared by deep copies without tying them to the original, and by
     the layers of a model: code that was compiled for one of them serves all.
     """
-    if SHARDED not in vars(module):
-        module.__class__ = _wrapped_class(type(module), sharded.label)
-    setattr(module, SHARDED, sharded)
+    wrapped = type(module) if SHARDED in vars(module) else _wrapped_class(type(module), sharded.label)
+
+    def put_on():
+        module.__class__ = wrapped
+        setattr(module, SHARDED, sharded)
+
+    return put_on
 
 
 @functools.cache

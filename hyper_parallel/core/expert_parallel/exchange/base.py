@@ -2,7 +2,7 @@
 
 A MoE layer routes, and then calls, for whatever way its style names:
 
-    arriving     = exchange.start(routing.counts_E)
+    arriving     = exchange.start(routing.counts_E, x_TD, scores_TK)
     inputs, trip = exchange.dispatch(x_TD, scores_TK, selected_TK, routing, arriving)
     rows_RD      = experts(*inputs)                      local rows, with counts over the experts of this rank
     y_TD         = exchange.combine(rows_RD, trip)
@@ -41,12 +41,12 @@ class LocalInputs(NamedTuple):
     Attributes:
         rows_RD: rows sorted by local expert.
         counts_L: int64, their numbers, made by ``Platform.int_tensor`` where the host knows them.
-        scores_R: the score of each row, in the dtype of the router's.
+        scores_R: the score of each row, in the dtype of the router's; None only for bare experts that get none.
     """
 
     rows_RD: Tensor
     counts_L: Tensor
-    scores_R: Tensor
+    scores_R: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,14 @@ class Exchange(ABC):
 
     sums_over_tp = False
 
-    def __init__(self, places: Places):
+    def __init__(self, places: Places) -> None:
         self.places = places
 
-    def start(self, counts_E: Tensor) -> Any:
+    def start(self, counts_E: Tensor, x_TD: Tensor, scores_TK: Tensor) -> Any:
         """Start what can travel before the rows are ready, the counts; its result is the ``arriving`` of dispatch.
 
-        Every rank of the ep group calls this, and nothing else may be asked of the group before dispatch.
+        Every rank of the ep group calls this, and nothing else may be asked of the group before dispatch. Tokens and
+        scores are given for what they are (dtype, width), on which the ranks must agree.
         """
         return None
 
