@@ -101,6 +101,17 @@ class Platform(ABC):
         The one door to whatever reads counts on the host.
         """
 
+    @abstractmethod
+    def as_operator(self, module, method, parts, *inputs):
+        """``module.method(*inputs)``, which a compiler of the framework that traces the caller records as one operator.
+
+        Args:
+            method: name of a method that gives a new tensor of the shape and dtype of the first input.
+            parts: names of the children of ``module`` whose parameters the method uses.
+
+        Gradients reach inputs and parameters. What the compiler cannot record is called as by :meth:`eagerly`.
+        """
+
     # Meshes and layouts
 
     @abstractmethod

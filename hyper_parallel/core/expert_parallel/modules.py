@@ -197,6 +197,10 @@ class MoEBase:
         """``[B, S, D]`` or ``[T, D]`` -> the same shape and dtype (under autocast, its dtype)."""
         return moe.mixture_of_experts(self.platform, self, x)
 
+    def after_routing(self, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor) -> Tensor:
+        """What the layer does with the tokens once the router has chosen; see ``run``."""
+        return moe.through_experts(self.platform, self, x_TD, scores_TK, selected_TK)
+
     def update_expert_bias(self, device_mesh: Mesh | None = None) -> None:
         """Balance the load without an auxiliary loss; call it once per step, after the backward pass.
 

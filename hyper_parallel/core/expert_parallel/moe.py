@@ -14,7 +14,7 @@ from hyper_parallel.core.expert_parallel.sharded import Caller, ShardedExperts
 from hyper_parallel.core.types import Group, Module, Tensor
 from hyper_parallel.platform.platform import Platform
 
-__all__ = ["mixture_of_experts"]
+__all__ = ["mixture_of_experts", "through_experts"]
 
 # (rows_RD, counts_L, scores_R or None) -> rows: the experts of this rank on local rows.
 LocalExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -35,14 +35,16 @@ def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
     x_TD = x if len(x.shape) == 2 else x.reshape((_product(x.shape[:-1]), x.shape[-1]))
     scores_TK, selected_TK = moe.router(x_TD, moe.expert_bias)
     # How many rows go where is data: a compiler that traced this would trace again for every new routing.
-    y_TD = platform.eagerly(_through_experts, platform, moe, x_TD, scores_TK, selected_TK)
-    if moe.shared_experts is not None and platform.sharded(moe.shared_experts) is None:
+    has_sharded = moe.shared_experts is not None and platform.sharded(moe.shared_experts) is not None
+    parts = ("experts", "shared_experts") if has_sharded else ("experts",)
+    y_TD = platform.as_operator(moe, "after_routing", parts, x_TD, scores_TK, selected_TK)
+    if moe.shared_experts is not None and not has_sharded:
         y_TD = y_TD + moe.shared_experts(x_TD)
     return y_TD if len(x.shape) == 2 else y_TD.reshape(tuple(x.shape))
 
 
-def _through_experts(platform: Platform, moe: Any, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor) -> Tensor:
-    """What follows the routing, whatever way the tokens travel, and a sharded shared expert."""
+def through_experts(platform: Platform, moe: Any, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor) -> Tensor:
+    """What follows the routing, whatever way the tokens travel, and a sharded shared expert: [T, D]."""
     sharded = platform.sharded(moe.experts)
     with sharded.naming_errors() if isinstance(sharded, ShardedExperts) else nullcontext():
         return _routed(platform, moe, sharded, x_TD, scores_TK, selected_TK)

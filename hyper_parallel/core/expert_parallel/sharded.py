@@ -64,6 +64,9 @@ class Sharded:
     ep_mesh: Mesh | None
     tp_mesh: Mesh | None
 
+    def __deepcopy__(self, memo: dict) -> "Sharded":
+        return self  # the same places
+
     @property
     def label(self) -> str:
         return type(self.style).__name__

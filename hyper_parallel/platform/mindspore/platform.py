@@ -56,6 +56,9 @@ class MindSporePlatform(Platform):
     def eagerly(self, function, *args):
         return function(*args)
 
+    def as_operator(self, module, method, parts, *inputs):
+        return getattr(module, method)(*inputs)
+
     # Meshes and layouts
 
     def world_size(self, device_type):

@@ -15,6 +15,8 @@ __all__ = [
     "children_of",
     "default_time_limit",
     "gloo_options",
+    "has_hooks",
+    "is_compiled",
     "never_compiled",
     "parameters_of",
     "profiled",
@@ -57,6 +59,18 @@ def parameters_of(module: nn.Module) -> dict:
 def children_of(module: nn.Module) -> dict:
     """The dict in which a module keeps its own children."""
     return module._modules
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything runs before or after the module's forward or backward."""
+    return bool(
+        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called, which ties the module's calls to this object."""
+    return module._compiled_call_impl is not None
 
 
 def default_time_limit(device_type: str) -> timedelta:

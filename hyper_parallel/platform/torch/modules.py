@@ -10,7 +10,7 @@ from torch import nn
 
 from hyper_parallel.core.expert_parallel.modules import FeedForwardBase, GroupedExpertsBase, MoEBase, RouterBase
 from hyper_parallel.core.types import Mesh
-from hyper_parallel.platform.torch import PLATFORM
+from hyper_parallel.platform.torch import PLATFORM, operators
 
 __all__ = ["FeedForward", "GroupedExperts", "MoE", "TokenChoiceTopKRouter"]
 
@@ -78,7 +78,12 @@ class MoE(MoEBase, nn.Module):
     def update_expert_bias(self, device_mesh: Mesh | None = None) -> None:
         super().update_expert_bias(device_mesh)
 
+    def __setstate__(self, state: dict) -> None:  # a copy is another module
+        super().__setstate__(state)
+        self.handle = operators.handle_for(self)
+
     def _make_buffers(self, num_experts: int) -> None:
+        self.handle = operators.handle_for(self)
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         bias = None if self.bias_update_rate is None else torch.zeros(num_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias)

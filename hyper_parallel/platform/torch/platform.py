@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.platform import Platform
-from hyper_parallel.platform.torch import collectives, compat, device, gradients, host, routing, sharding
+from hyper_parallel.platform.torch import collectives, compat, device, gradients, host, operators, routing, sharding
 
 __all__ = ["TorchPlatform"]
 
@@ -56,11 +56,16 @@ class TorchPlatform(Platform):
         return sharding.wrap_forward(module, sharded)
 
     def sharded(self, module):
-        return getattr(type(module), sharding.SHARDED, None)
+        return vars(module).get(sharding.SHARDED)
 
     @compat.never_compiled
     def eagerly(self, function, *args):
         return function(*args)
+
+    def as_operator(self, module, method, parts, *inputs):
+        if torch.compiler.is_compiling() and operators.can_be_operator(module, parts):
+            return operators.call(module, method, parts, inputs)
+        return self.eagerly(getattr(module, method), *inputs)
 
     # Meshes and layouts
 

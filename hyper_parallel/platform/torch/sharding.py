@@ -1,6 +1,7 @@
 """Parameters as DTensors, and modules that compute with their local parts."""
 
 import functools
+from contextlib import contextmanager
 
 import torch.distributed as dist
 import torch.distributed.tensor as dt
@@ -9,7 +10,7 @@ from torch import nn
 from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.torch import compat
 
-__all__ = ["to_torch", "shard_parameter", "wrap_forward", "SHARDED"]
+__all__ = ["call_on_twin", "local", "to_torch", "shard_parameter", "wrap_forward", "SHARDED"]
 
 SHARDED = "_hyper_parallel_sharded"
 
@@ -35,49 +36,70 @@ def shard_parameter(module, name, device_mesh, placements):
     module.register_parameter(name, new)
 
 
+def local(parameter):
+    """This rank's part of a parameter, with a gradient."""
+    return parameter.to_local() if isinstance(parameter, dt.DTensor) else parameter
+
+
 def wrap_forward(module, sharded):
-    """Prepare a subclass of the module's class whose forward is ``sharded``; what comes back puts it on.
+    """Prepare a subclass of the module's class whose forward is ``sharded``, which is kept on the module; what comes
+    back puts both on.
 
-    A class, unlike a forward put on the object, is shared by deep copies without tying them to the original.
+    A class, unlike a forward put on the object, is shared by deep copies without tying them to the original, and by
+    the layers of a model: code that was compiled for one of them serves all.
     """
-    original = type(module)
-    if SHARDED in vars(original):
-        return functools.partial(setattr, original, SHARDED, sharded)
+    wrapped = type(module) if SHARDED in vars(module) else _wrapped_class(type(module), sharded.label)
 
+    def put_on():
+        module.__class__ = wrapped
+        setattr(module, SHARDED, sharded)
+
+    return put_on
+
+
+@functools.cache
+def _wrapped_class(original, label):
     def forward(self, *inputs, **keywords):
         def local_forward(*local_inputs, **local_keywords):
-            return _call_with_local_parameters(self, original, local_inputs, local_keywords)
+            # A module written for plain tensors so needs no change, and the module itself keeps its parameters, also
+            # for calls that overlap.
+            with _twin(self, original, local) as twin:
+                return original.forward(twin, *local_inputs, **local_keywords)
 
-        return getattr(type(self), SHARDED)(self, local_forward, *inputs, **keywords)
+        return getattr(self, SHARDED)(self, local_forward, *inputs, **keywords)
 
     # Row counts are data: compiling this would compile again for every new routing.
     forward = compat.never_compiled(forward)
-    body = {"forward": forward, SHARDED: sharded, "__module__": original.__module__, "__doc__": original.__doc__}
-    wrapped = type(f"{sharded.label}{original.__name__}", (original,), body)
-    return functools.partial(setattr, module, "__class__", wrapped)
+    body = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
+    return type(f"{label}{original.__name__}", (original,), body)
 
 
-def _call_with_local_parameters(module, original, inputs, keywords):
-    """Run the class's forward on a shallow twin of the module that has local tensors in place of DTensors.
+def call_on_twin(module, method, values, inputs):
+    """``module.method(*inputs)``, where a parameter of the pairs (parameter, tensor) has the tensor as its value."""
+    given = {id(parameter): tensor for parameter, tensor in values}
+    with _twin(module, type(module), lambda parameter: given.get(id(parameter), parameter)) as twin:
+        return getattr(twin, method)(*inputs)
 
-    A module written for plain tensors so needs no change, and the module itself keeps its parameters, also for calls
-    that overlap. What forward assigns to ``self`` is carried over to the module.
-    """
-    twin = _local_twin(module, original)
-    before = dict(vars(twin))
+
+@contextmanager
+def _twin(module, cls, value):
+    """A module of class ``cls`` that shares everything with ``module`` but its parameters, and those of its children:
+    it has their values. What is assigned to its attributes is carried over to the module in the end."""
+    twins = []
     try:
-        return original.forward(twin, *inputs, **keywords)
+        yield _made_twin(module, cls, value, twins)
     finally:
-        vars(module).update({name: value for name, value in vars(twin).items() if before.get(name, twin) is not value})
+        for original, twin, before in twins:
+            vars(original).update({k: v for k, v in vars(twin).items() if before.get(k, twin) is not v})
 
 
-def _local_twin(module, cls):
-    """A module of class ``cls`` that shares everything with ``module`` but its DTensors, and those of its children."""
+def _made_twin(module, cls, value, twins):
     twin = object.__new__(cls)
-    parameters = {
-        name: parameter.to_local() if isinstance(parameter, dt.DTensor) else parameter
-        for name, parameter in compat.parameters_of(module).items()
+    parameters = {name: p if p is None else value(p) for name, p in compat.parameters_of(module).items()}
+    children = {
+        name: child and _made_twin(child, type(child), value, twins)
+        for name, child in compat.children_of(module).items()
     }
-    children = {name: child and _local_twin(child, type(child)) for name, child in compat.children_of(module).items()}
     vars(twin).update(vars(module), _parameters=parameters, _modules=children)
+    twins.append((module, twin, dict(vars(twin))))
     return twin
