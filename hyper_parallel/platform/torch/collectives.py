@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.operation import operation
-from hyper_parallel.platform.torch import compat
+from hyper_parallel.platform.torch import compat, host
 
 __all__ = [
     "let_gloo_finish_before_exit",
     "CountsExchange",
     "all_gather_vector",
     "all_reduce",
+    "named",
     "AllToAllRows",
     "CopyToGroup",
     "ReduceFromGroup",
@@ -46,24 +47,29 @@ def let_gloo_finish_before_exit():
     atexit.register(time.sleep, SECONDS_FOR_GLOO)
 
 
-def _named(name, group):
+def named(name, group):
+    """A block whose errors begin with what the collective is for."""
     return operation(name, dist.get_process_group_ranks(group), dist.get_rank())
 
 
 class CountsExchange:
-    """An all-to-all of equal chunks that runs while the host goes on."""
+    """An all-to-all of equal chunks that runs while the host goes on; see ``Platform.start_counts_exchange``."""
 
-    def __init__(self, counts, group, name):
-        self._group, self._name = group, name
+    def __init__(self, counts, group, name, also):
+        self._group, self._name, self._known = group, name, (counts, *also)
         num_ranks = dist.get_world_size(group)
         splits = [len(counts) // num_ranks] * num_ranks
-        with _named(name, group):
+        with named(name, group):
             self._received = compat.all_to_all_single(counts.to(torch.int64).contiguous(), splits, splits, group)
 
     def wait(self):
         """What arrived, complete: HCCL and NCCL give the host no order of their own."""
-        with _named(self._name, self._group):
+        with named(self._name, self._group):
             return compat.wait_tensor(self._received)
+
+    def to_host(self):
+        """Values of what was sent, of ``also``, and of what arrived."""
+        return host.to_host(*self._known, self.wait())
 
 
 def all_gather_vector(vector, group, name):
@@ -77,14 +83,14 @@ def all_gather_vector(vector, group, name):
 
 
 def _all_to_all(x, send_splits, recv_splits, group, name):
-    with _named(name, group):
+    with named(name, group):
         return compat.wait_tensor(compat.all_to_all_single(x.contiguous(), recv_splits, send_splits, group))
 
 
 def all_reduce(x, group, name, dtype=None):
     """x summed over the group, as a new tensor, with terms of the given dtype; no gradient."""
     summed = x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
-    with _named(name, group):
+    with named(name, group):
         dist.all_reduce(summed, group=group)
     return summed.to(x.dtype)
 

@@ -87,6 +87,5 @@ class DedupExchange(Exchange):
         meant = meant.reshape((meant.shape[0] * meant.shape[1],))
         name = "dispatch: all-to-all of counts over ep"
         arriving = platform.start_counts_exchange(meant, ep_mesh.get_group(), name)
-        send, arrived = platform.to_host(tokens_P, arriving.wait())
-        received = np.asarray(arrived, np.int64).reshape(num_ranks, -1)
-        return tuple(send), tuple(received[:, -1].tolist()), received[:, :-1].sum(0)
+        sent, received = (np.asarray(values, np.int64).reshape(num_ranks, -1) for values in arriving.to_host())
+        return tuple(sent[:, -1].tolist()), tuple(received[:, -1].tolist()), received[:, :-1].sum(0)

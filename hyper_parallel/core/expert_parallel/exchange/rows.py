@@ -142,7 +142,7 @@ def send_rows(
     num_ranks, group = ep_mesh.size(), ep_mesh.get_group()
     if arriving is None:
         arriving = start_counts(platform, num_tokens_per_expert_E, ep_mesh)
-    counts_E, arrived = platform.to_host(num_tokens_per_expert_E, arriving.wait())
+    counts_E, arrived = arriving.to_host()
     if not platform.on_host(num_tokens_per_expert_E):
         check_counts(counts_E, x_RD.shape[0])
     recv_counts_PL = np.asarray(arrived, np.int64).reshape(num_ranks, -1)

@@ -105,12 +105,12 @@ class SplitExchange(Exchange):
         [L]: one copy to the host."""
         platform, ep_mesh, tp_mesh = self.places.platform, self.places.ep_mesh, self.tp_mesh
         arrived = counts_E if ep_mesh is None else start_counts(platform, counts_E, ep_mesh).wait()
-        arrived = platform.start_counts_exchange(
+        _, counts, received = platform.start_counts_exchange(
             platform.concat([arrived] * tp_mesh.size(), 0),
             tp_mesh.get_group(),
             "dispatch: all-gather of counts over tp",
-        ).wait()
-        counts, received = platform.to_host(counts_E, arrived)
+            also=(counts_E,),
+        ).to_host()
         num_ranks = 1 if ep_mesh is None else ep_mesh.size()
         received_QPL = np.asarray(received, np.int64).reshape(tp_mesh.size(), num_ranks, -1)
         return splits_by_rank(counts, num_ranks), received_QPL
