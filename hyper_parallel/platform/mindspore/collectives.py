@@ -17,7 +17,7 @@ class CountsExchange:
     def __init__(self, counts, group, name, also):
         size = comm.get_group_size(group)
         splits = (counts.shape[0] // size,) * size
-        self._known = (counts, *also)
+        self._also = also
         self._running = device.collectives().AllToAll(counts.astype(ms.int64), splits, splits, group, name)
 
     def wait(self):
@@ -25,8 +25,8 @@ class CountsExchange:
         return self._running.wait()
 
     def to_host(self):
-        """Values of what was sent, of ``also``, and of what arrived."""
-        return host.to_host(*self._known, self.wait())
+        """Values of each of ``also``, and of what arrived."""
+        return host.to_host(*self._also, self.wait())
 
 
 class AllToAllRows(Function):

@@ -6,9 +6,11 @@ Every tensor is made contiguous before a backend sees it: gradients of ``sum()``
 import atexit
 import functools
 import time
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.torch import compat, host
@@ -47,16 +49,18 @@ def let_gloo_finish_before_exit():
     atexit.register(time.sleep, SECONDS_FOR_GLOO)
 
 
+@contextmanager
 def named(name, group):
     """A block whose errors begin with what the collective is for."""
-    return operation(name, dist.get_process_group_ranks(group), dist.get_rank())
+    with compat.profiled(name), operation(name, dist.get_process_group_ranks(group), dist.get_rank()):
+        yield
 
 
 class CountsExchange:
     """An all-to-all of equal chunks that runs while the host goes on; see ``Platform.start_counts_exchange``."""
 
     def __init__(self, counts, group, name, also):
-        self._group, self._name, self._known = group, name, (counts, *also)
+        self._group, self._name, self._also = group, name, tuple(also)
         num_ranks = dist.get_world_size(group)
         splits = [len(counts) // num_ranks] * num_ranks
         with named(name, group):
@@ -68,8 +72,8 @@ class CountsExchange:
             return compat.wait_tensor(self._received)
 
     def to_host(self):
-        """Values of what was sent, of ``also``, and of what arrived."""
-        return host.to_host(*self._known, self.wait())
+        """Values of each of ``also``, and of what arrived."""
+        return host.to_host(*self._also, self.wait())
 
 
 def all_gather_vector(vector, group, name):
@@ -106,6 +110,7 @@ class AllToAllRows(torch.autograd.Function):
         return _all_to_all(x, send_splits, recv_splits, group, name)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return ctx.swapped(grad), None, None, None, None
 
@@ -119,6 +124,7 @@ class CopyToGroup(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return all_reduce(grad, *ctx.call), None, None, None
 
@@ -131,6 +137,7 @@ class ReduceFromGroup(torch.autograd.Function):
         return all_reduce(x, group, name, dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return grad, None, None, None
 
@@ -155,6 +162,7 @@ class SplitOverGroup(torch.autograd.Function):
         return _share(x, splits, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return _gather(grad, *ctx.call), None, None, None
 
@@ -168,5 +176,6 @@ class GatherFromGroup(torch.autograd.Function):
         return _gather(x, splits, group, name)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return _share(grad, *ctx.call), None, None, None
