@@ -24,6 +24,12 @@ class Arriving(Protocol):
     def wait(self) -> Tensor:
         """What arrived, in rank order and complete: the host may read it."""
 
+    def to_host(self) -> list[list[int]]:
+        """Values of each of ``also``, and of what arrived: one copy from the device.
+
+        The host waits for nothing that was launched after the start.
+        """
+
 
 class Platform(ABC):
     """A framework, as ``core`` sees it."""
@@ -315,12 +321,12 @@ class Platform(ABC):
     # Collectives. Their inputs may be non-contiguous; outputs are fresh tensors.
 
     @abstractmethod
-    def start_counts_exchange(self, counts: Tensor, group: Group, name: str) -> Arriving:
+    def start_counts_exchange(self, counts: Tensor, group: Group, name: str, also: Sequence[Tensor] = ()) -> Arriving:
         """Start to send chunk r of ``counts`` (int64, equal chunks) to rank r of the group.
 
         Returns:
-            what the ranks send here, in rank order; ``wait()`` gives it. Nothing else may be asked of the group before.
-            No gradient.
+            what the ranks send here, in rank order. Its ``to_host()`` gives the values of ``also``, too. Nothing else
+            may be asked of the group before it, or its ``wait()``. No gradient.
         """
 
     @abstractmethod

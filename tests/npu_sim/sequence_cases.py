@@ -5,7 +5,9 @@ import torch
 import hyper_parallel as hp
 from tests.harness.setting import mesh_for
 from tests.npu_sim import aicpu
+from tests.npu_sim.hollow import arithmetic_up_to
 from tests.npu_sim.launches import host_waits
+from tests.npu_sim.timeline import Timeline
 
 NUM_TOKENS, DIM, HIDDEN_DIM, NUM_EXPERTS, TOP_K = 48, 32, 16, 8, 2
 
@@ -45,6 +47,33 @@ class counted:
 
     def __exit__(self, *_):
         self._found[self._name] = host_waits() - self._waits, sorted(aicpu.calls)
+
+
+def gather_and_exchange(context):
+    """How long after the gather of the rows their exchange begins, and how long the gather takes; ns of virtual time.
+
+    The tokens are wide, so that the gather takes long, and nothing is computed with them."""
+    with arithmetic_up_to(1 << 16):
+        layer = hp.MoE(1 << 13, 16, NUM_EXPERTS, TOP_K).to("npu", torch.bfloat16)
+        style = hp.ExpertTensorParallel()
+        style.apply(layer.experts, mesh_for(context, style, 2, 2))
+        # The router would choose by numbers that were never computed.
+        layer.router.forward = lambda x, _: _even_routing(len(x))
+        x = torch.empty(1 << 11, 1 << 13, device="npu", dtype=torch.bfloat16)
+        layer(x)
+        torch.npu.synchronize()
+        timeline = Timeline()
+        layer(x)
+        torch.npu.synchronize()
+    operations = timeline.operations()
+    gather = max((o for o in operations if o.name == "aten::index_select"), key=lambda o: o.end - o.start)
+    rows = next(o for o in operations if o.is_collective and o.start >= gather.end)
+    return rows.start - gather.end, gather.end - gather.start
+
+
+def _even_routing(num_tokens):
+    selected = torch.arange(num_tokens * TOP_K).reshape(num_tokens, TOP_K) % NUM_EXPERTS
+    return torch.ones(num_tokens, TOP_K, device="npu"), selected.to("npu")
 
 
 def planted_calls(context):

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.npu_sim import sequence_cases
+from tests.npu_sim.costs import ATLAS_A2
 
 STYLES = ["ExpertTensorParallel", "DedupExpertTensorParallel", "SplitExpertTensorParallel"]
 
@@ -12,6 +13,12 @@ STYLES = ["ExpertTensorParallel", "DedupExpertTensorParallel", "SplitExpertTenso
 def test_one_wait_forward_none_backward_and_nothing_on_the_aicpu(npu_pool, style, shared):
     for found in npu_pool.run(sequence_cases.calls, style=style, ep=2, tp=2, shared=shared):
         assert found == {"forward": (1, []), "backward": (0, [])}
+
+
+def test_the_host_does_not_wait_for_the_gather_of_the_rows(npu_pool):
+    """Their exchange is launched while the gather runs, so that nothing lies between the two."""
+    for between, gather in npu_pool.run(sequence_cases.gather_and_exchange):
+        assert gather > 20 * ATLAS_A2.launch_ns and between < ATLAS_A2.launch_ns
 
 
 def test_what_is_counted(npu_pool):

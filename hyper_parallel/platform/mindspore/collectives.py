@@ -1,13 +1,32 @@
 """Differentiable collectives. MindSpore's own are silently not: their gradients are zero or those of the identity."""
 
+import mindspore as ms
 import mindspore.communication as comm
 from mindspore import mint
 
-from hyper_parallel.platform.mindspore import device
+from hyper_parallel.platform.mindspore import device, host
 from hyper_parallel.platform.mindspore.compat import Function
 from hyper_parallel.platform.mindspore.rows import copied
 
-__all__ = ["AllToAllRows", "CopyToGroup", "ReduceFromGroup", "SplitOverGroup", "GatherFromGroup"]
+__all__ = ["AllToAllRows", "CopyToGroup", "CountsExchange", "ReduceFromGroup", "SplitOverGroup", "GatherFromGroup"]
+
+
+class CountsExchange:
+    """An all-to-all of equal chunks that runs while the host goes on; see ``Platform.start_counts_exchange``."""
+
+    def __init__(self, counts, group, name, also):
+        size = comm.get_group_size(group)
+        splits = (counts.shape[0] // size,) * size
+        self._also = also
+        self._running = device.collectives().AllToAll(counts.astype(ms.int64), splits, splits, group, name)
+
+    def wait(self):
+        """What arrived, complete."""
+        return self._running.wait()
+
+    def to_host(self):
+        """Values of each of ``also``, and of what arrived."""
+        return host.to_host(*self._also, self.wait())
 
 
 class AllToAllRows(Function):

@@ -188,10 +188,8 @@ class MindSporePlatform(Platform):
 
     # Collectives
 
-    def start_counts_exchange(self, counts, group, name):
-        size = comm.get_group_size(group)
-        splits = (counts.shape[0] // size,) * size
-        return device.collectives().AllToAll(counts.astype(ms.int64), splits, splits, group, name)
+    def start_counts_exchange(self, counts, group, name, also=()):
+        return collectives.CountsExchange(counts, group, name, also)
 
     def all_to_all_rows(self, x, send_splits, recv_splits, group, name):
         return collectives.AllToAllRows.apply(x, send_splits, recv_splits, group, name)

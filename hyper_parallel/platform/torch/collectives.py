@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.platform.operation import operation
-from hyper_parallel.platform.torch import compat
+from hyper_parallel.platform.torch import compat, host
 
 __all__ = [
     "let_gloo_finish_before_exit",
     "CountsExchange",
     "all_gather_vector",
     "all_reduce",
+    "named",
     "AllToAllRows",
     "CopyToGroup",
     "ReduceFromGroup",
@@ -49,25 +50,30 @@ def let_gloo_finish_before_exit():
 
 
 @contextmanager
-def _named(name, group):
+def named(name, group):
+    """A block whose errors begin with what the collective is for."""
     with compat.profiled(name), operation(name, dist.get_process_group_ranks(group), dist.get_rank()):
         yield
 
 
 class CountsExchange:
-    """An all-to-all of equal chunks that runs while the host goes on."""
+    """An all-to-all of equal chunks that runs while the host goes on; see ``Platform.start_counts_exchange``."""
 
-    def __init__(self, counts, group, name):
-        self._group, self._name = group, name
+    def __init__(self, counts, group, name, also):
+        self._group, self._name, self._also = group, name, tuple(also)
         num_ranks = dist.get_world_size(group)
         splits = [len(counts) // num_ranks] * num_ranks
-        with _named(name, group):
+        with named(name, group):
             self._received = compat.all_to_all_single(counts.to(torch.int64).contiguous(), splits, splits, group)
 
     def wait(self):
         """What arrived, complete: HCCL and NCCL give the host no order of their own."""
-        with _named(self._name, self._group):
+        with named(self._name, self._group):
             return compat.wait_tensor(self._received)
+
+    def to_host(self):
+        """Values of each of ``also``, and of what arrived."""
+        return host.to_host(*self._also, self.wait())
 
 
 def all_gather_vector(vector, group, name):
@@ -81,14 +87,14 @@ def all_gather_vector(vector, group, name):
 
 
 def _all_to_all(x, send_splits, recv_splits, group, name):
-    with _named(name, group):
+    with named(name, group):
         return compat.wait_tensor(compat.all_to_all_single(x.contiguous(), recv_splits, send_splits, group))
 
 
 def all_reduce(x, group, name, dtype=None):
     """x summed over the group, as a new tensor, with terms of the given dtype; no gradient."""
     summed = x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
-    with _named(name, group):
+    with named(name, group):
         dist.all_reduce(summed, group=group)
     return summed.to(x.dtype)
 

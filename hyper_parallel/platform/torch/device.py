@@ -5,12 +5,18 @@ A device without a room of its own is served by the portable ones. What runs in 
 
 from types import ModuleType
 
+from hyper_parallel.platform.torch import collectives as portable_collectives
 from hyper_parallel.platform.torch import experts as portable_experts
-from hyper_parallel.platform.torch import npu_experts, npu_routing, npu_rows
+from hyper_parallel.platform.torch import npu_collectives, npu_experts, npu_routing, npu_rows
 from hyper_parallel.platform.torch import routing as portable_routing
 from hyper_parallel.platform.torch import rows as portable_rows
 
-__all__ = ["experts", "routing", "rows"]
+__all__ = ["counts_exchange", "experts", "routing", "rows"]
+
+
+def counts_exchange(counts) -> type:
+    """The ``CountsExchange`` that serves the device of the counts."""
+    return (npu_collectives if counts.device.type == "npu" else portable_collectives).CountsExchange
 
 
 def rows(x) -> ModuleType:

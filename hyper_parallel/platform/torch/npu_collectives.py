@@ -22,11 +22,11 @@ class CountsExchange(collectives.CountsExchange):
         with torch.npu.stream(stream):
             super().__init__(counts, group, name, also)
             self._received = compat.wait_tensor(self._received)
-            copied = torch.cat([*self._known, self._received])
+            copied = torch.cat([*self._also, self._received])
             self._values = torch.empty(copied.shape, dtype=copied.dtype, pin_memory=True)
             self._values.copy_(copied, non_blocking=True)
             self._done = stream.record_event()
-        for tensor in self._known:
+        for tensor in (counts, *also):
             tensor.record_stream(stream)
 
     def wait(self):
@@ -39,7 +39,7 @@ class CountsExchange(collectives.CountsExchange):
     def to_host(self):
         with collectives.named(self._name, self._group):
             self._done.synchronize()
-        ends = np.cumsum([len(tensor) for tensor in self._known])
+        ends = np.cumsum([len(tensor) for tensor in self._also])
         return [piece.tolist() for piece in np.split(self._values.numpy(), ends)]
 
 

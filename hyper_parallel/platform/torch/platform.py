@@ -210,8 +210,8 @@ class TorchPlatform(Platform):
 
     # Collectives
 
-    def start_counts_exchange(self, counts, group, name):
-        return collectives.CountsExchange(counts, group, name)
+    def start_counts_exchange(self, counts, group, name, also=()):
+        return device.counts_exchange(counts)(counts, group, name, also)
 
     def all_to_all_rows(self, x, send_splits, recv_splits, group, name):
         return collectives.AllToAllRows.apply(x, send_splits, recv_splits, group, name)

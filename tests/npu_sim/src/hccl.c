@@ -13,12 +13,11 @@
 // /dev/shm whatever becomes of the processes later.
 
 #define _GNU_SOURCE
-#include "sim.h"
+#include "hccl.h"
 
 #include <fcntl.h>
 #include <sched.h>
 #include <stdarg.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,40 +25,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, E_PARAMETER = 1, E_MEMORY = 3, E_NOT_SUPPORTED = 5, E_SYSTEM = 8, E_TIMEOUT = 9 };
-enum { MAX_RANKS = 64, NAME_BYTES = 128, ROOT_INFO_BYTES = 4108 };
-enum { INT8, INT16, INT32, FLOAT16, FLOAT32, INT64, UINT64, UINT8, UINT16, UINT32, FLOAT64, BFLOAT16, NUM_TYPES };
-enum { SUM, PRODUCT, MAXIMUM, MINIMUM };
-
 static const size_t SIZES[NUM_TYPES] = {1, 2, 4, 2, 4, 8, 8, 1, 2, 4, 8, 2};
-
-typedef struct {
-    char verb[24];
-    uint32_t type, reduction, root;
-    uint64_t count;
-} Call;
-
-typedef struct {
-    atomic_uint arrived, generation, broken;
-    Call calls[MAX_RANKS];
-    double ready[MAX_RANKS];                  // virtual time at which rank i's stream comes to the call
-    uint32_t global_rank[MAX_RANKS];
-    uint64_t sends[MAX_RANKS][MAX_RANKS];     // bytes that rank i sends to rank j in an all-to-all
-    uint64_t expects[MAX_RANKS][MAX_RANKS];   // bytes that rank i expects from rank j
-} Control;
-
-typedef struct {
-    char name[NAME_BYTES];
-    uint32_t size, rank;
-    Control *control;
-    int outbox[MAX_RANKS];
-} Communicator;
-
-#define TRY(expression)                              \
-    do {                                             \
-        int error_ = (expression);                   \
-        if (error_ != SUCCESS) return error_;        \
-    } while (0)
 
 static int fail(const Communicator *comm, int error, const char *format, ...) {
     char text[400];
@@ -161,44 +127,7 @@ static int announce(Communicator *comm, const char *verb, uint64_t count, int ty
     return SUCCESS;
 }
 
-// Links and time
-
-static double latency_ns, pair_rate = 1, rank_rate = 1, between_hosts_rate = 1;  // bytes per ns
-static uint32_t ranks_per_host = MAX_RANKS;
-
-void npu_sim_set_link_costs(double latency, double pair, double rank, double between_hosts, uint32_t per_host) {
-    latency_ns = latency;
-    pair_rate = pair;
-    rank_rate = rank;
-    between_hosts_rate = between_hosts;
-    ranks_per_host = per_host;
-}
-
-static double larger(double a, double b) { return a > b ? a : b; }
-static uint32_t host_of(const Communicator *comm, uint32_t rank) {
-    return comm->control->global_rank[rank] / ranks_per_host;
-}
-
-// How long rank `r` sends (or receives) what `bytes(r, peer)` says: within a host every pair has a link of its own, and
-// a rank can keep so many of them busy; all that leaves the host goes through the rank's one network link.
-static double link_time(const Communicator *comm, uint32_t r,
-                        uint64_t (*bytes)(const Communicator *, uint32_t, uint32_t)) {
-    double slowest_pair = 0, inside = 0, outside = 0;
-    for (uint32_t peer = 0; peer < comm->size; peer++) {
-        if (peer == r) continue;
-        double sent = bytes(comm, r, peer);
-        if (host_of(comm, r) == host_of(comm, peer)) {
-            slowest_pair = larger(slowest_pair, sent);
-            inside += sent;
-        } else {
-            outside += sent;
-        }
-    }
-    return larger(larger(slowest_pair / pair_rate, inside / rank_rate), outside / between_hosts_rate);
-}
-
-static uint64_t sent(const Communicator *comm, uint32_t from, uint32_t to) { return comm->control->sends[from][to]; }
-static uint64_t received(const Communicator *comm, uint32_t to, uint32_t from) { return sent(comm, from, to); }
+// Ending
 
 // Every rank sends as much to every other: all collectives but the all-to-all, by direct exchange.
 static void all_send(Communicator *comm, uint64_t bytes) {
@@ -207,72 +136,13 @@ static void all_send(Communicator *comm, uint64_t bytes) {
 
 // The last step: nobody returns before all have read, and the runtime learns what happened on the stream.
 static int finish(Communicator *comm, void *stream, const Run *runs, size_t num_reads, size_t num_writes) {
-    double ready = 0, duration = 0;
-    for (uint32_t r = 0; r < comm->size; r++) {
-        ready = larger(ready, comm->control->ready[r]);
-        duration = larger(duration, larger(link_time(comm, r, sent), link_time(comm, r, received)));
-    }
+    double ready = 0;
+    for (uint32_t r = 0; r < comm->size; r++)
+        if (ready < comm->control->ready[r]) ready = comm->control->ready[r];
     const char *verb = comm->control->calls[comm->rank].verb;
-    int error = npu_sim_launch(verb, COLLECTIVE, stream, runs, num_reads, num_writes, ready, latency_ns + duration);
+    int error = npu_sim_launch(verb, COLLECTIVE, stream, runs, num_reads, num_writes, ready, duration_of(comm));
     TRY(barrier(comm));
     return error == OK ? SUCCESS : E_PARAMETER;
-}
-
-// Adding up
-
-static float widen(uint16_t bits, int type) {
-    if (type == FLOAT16) {
-        _Float16 half;
-        memcpy(&half, &bits, sizeof half);
-        return half;
-    }
-    uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, sizeof value);
-    return value;
-}
-
-static uint16_t narrow(float value, int type) {
-    uint16_t bits;
-    if (type == FLOAT16) {
-        _Float16 half = value;
-        memcpy(&bits, &half, sizeof bits);
-        return bits;
-    }
-    uint32_t wide;
-    memcpy(&wide, &value, sizeof wide);
-    if (value != value) return 0x7fc0;
-    return (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;  // to nearest, ties to even
-}
-
-#define COMBINE(a, b)                                  \
-    (reduction == SUM       ? (a) + (b)                \
-     : reduction == PRODUCT ? (a) * (b)                \
-     : reduction == MAXIMUM ? ((a) > (b) ? (a) : (b))  \
-                            : ((a) < (b) ? (a) : (b)))
-
-#define REDUCE_AS(TYPE)                                                                                      \
-    do {                                                                                                     \
-        for (size_t i = 0; i < count; i++) ((TYPE *)sum)[i] = COMBINE(((TYPE *)sum)[i], ((TYPE *)term)[i]); \
-        return SUCCESS;                                                                                      \
-    } while (0)
-
-static int reduce(void *sum, const void *term, size_t count, int type, int reduction) {
-    switch (type) {
-        case INT8: REDUCE_AS(int8_t);
-        case INT16: REDUCE_AS(int16_t);
-        case INT32: REDUCE_AS(int32_t);
-        case INT64: REDUCE_AS(int64_t);
-        case FLOAT32: REDUCE_AS(float);
-        case FLOAT16:
-        case BFLOAT16:
-            for (size_t i = 0; i < count; i++) {
-                float a = widen(((uint16_t *)sum)[i], type), b = widen(((const uint16_t *)term)[i], type);
-                ((uint16_t *)sum)[i] = narrow(COMBINE(a, b), type);
-            }
-            return SUCCESS;
-    }
-    return E_NOT_SUPPORTED;
 }
 
 // Part [offset, offset + count) of all outboxes, combined in rank order: the same result on every rank.
@@ -285,7 +155,7 @@ static int reduce_outboxes(Communicator *comm, void *out, size_t offset, size_t 
     int error = SUCCESS;
     for (uint32_t r = 1; r < comm->size && error == SUCCESS; r++) {
         error = read_outbox(comm, r, offset * SIZES[type], term, size);
-        if (error == SUCCESS) error = reduce(out, term, count, type, reduction);
+        if (error == SUCCESS) error = combine_terms(out, term, count, type, reduction);
     }
     free(term);
     if (error == E_NOT_SUPPORTED) fail(comm, error, "no reduction of type %d", type);

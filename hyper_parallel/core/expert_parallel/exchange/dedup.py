@@ -88,7 +88,9 @@ class DedupExchange(Exchange):
         # To each rank: the rows for each of its experts, then the tokens that they come from.
         meant = platform.concat([counts_E.reshape((num_ranks, -1)), tokens_P.reshape((num_ranks, 1))], 1)
         name = "dispatch: all-to-all of counts over ep"
-        arriving = platform.start_counts_exchange(described(platform, meant, sending), ep_mesh.get_group(), name)
-        send, arrived = platform.to_host(tokens_P, arriving.wait())
+        arriving = platform.start_counts_exchange(
+            described(platform, meant, sending), ep_mesh.get_group(), name, also=(tokens_P,)
+        )
+        send, arrived = arriving.to_host()
         received = agreed_counts(arrived, num_ranks, ranks_of(ep_mesh))
         return tuple(send), tuple(received[:, -1].tolist()), received[:, :-1].sum(0)

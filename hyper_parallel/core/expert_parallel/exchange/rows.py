@@ -111,7 +111,8 @@ def inverse_order(order_R: np.ndarray) -> np.ndarray:
 def start_counts(platform: Platform, counts_E: Tensor, sending: Sending, ep_mesh: Mesh) -> Arriving:
     """Start step 1 of :func:`send_rows`, to do something else while it runs."""
     meant = described(platform, counts_E.reshape((ep_mesh.size(), -1)), sending)
-    return platform.start_counts_exchange(meant, ep_mesh.get_group(), "dispatch: all-to-all of counts over ep")
+    name = "dispatch: all-to-all of counts over ep"
+    return platform.start_counts_exchange(meant, ep_mesh.get_group(), name, also=(counts_E,))
 
 
 def send_rows(
@@ -145,7 +146,7 @@ def send_rows(
     group = ep_mesh.get_group()
     if arriving is None:
         arriving = start_counts(platform, num_tokens_per_expert_E, Sending.of(platform, x_RD, scores_R), ep_mesh)
-    counts_E, arrived = platform.to_host(num_tokens_per_expert_E, arriving.wait())
+    counts_E, arrived = arriving.to_host()
     if not platform.on_host(num_tokens_per_expert_E):
         check_counts(counts_E, x_RD.shape[0])
     recv_counts_PL = agreed_counts(arrived, ep_mesh.size(), ranks_of(ep_mesh))

@@ -109,12 +109,12 @@ class SplitExchange(Exchange):
             arrived = described(platform, counts_E.reshape((1, -1)), sending)
         else:
             arrived = start_counts(platform, counts_E, sending, ep_mesh).wait()
-        arrived = platform.start_counts_exchange(
+        counts, received = platform.start_counts_exchange(
             platform.concat([arrived] * tp_mesh.size(), 0),
             tp_mesh.get_group(),
             "dispatch: all-gather of counts over tp",
-        ).wait()
-        counts, received = platform.to_host(counts_E, arrived)
+            also=(counts_E,),
+        ).to_host()
         num_ranks = 1 if ep_mesh is None else ep_mesh.size()
         tp = tp_mesh.size()
         received_RL = agreed_counts(
