@@ -108,7 +108,7 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def as_operator(self, module, method, parts, *inputs):
+    def as_operator(self, module: Module, method: str, parts: Sequence[str], *inputs: Tensor) -> Tensor:
         """``module.method(*inputs)``, which a compiler of the framework that traces the caller records as one operator.
 
         Args:
