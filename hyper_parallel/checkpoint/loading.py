@@ -119,7 +119,9 @@ def _raise_problems(told, manifest):
             f"{remedy}:" + "".join(f"\n    {text}" for text in dict.fromkeys(t for t, r in problems if r == remedy))
             for remedy in remedies
         ]
-        raise CheckpointError("the checkpoint does not fit, and nothing was loaded. What to do:\n  " + "\n  ".join(lines))
+        raise CheckpointError(
+            "the checkpoint does not fit, and nothing was loaded. What to do:\n  " + "\n  ".join(lines)
+        )
 
 
 def _read_all(folder, manifest, source, shown):
@@ -153,7 +155,7 @@ def _read_value(folder, streams, saved_pieces, value, array):
             offsets, shape = shared
             stream = streams.get(saved["file"])
             if stream is None:
-                stream = streams[saved["file"]] = open(folder / saved["file"], "rb", buffering=0)  # noqa: SIM115
+                stream = streams[saved["file"]] = open(folder / saved["file"], "rb", buffering=0)
             inside = tuple(
                 slice(local.start + offset - start, local.start + offset - start + size)
                 for local, offset, start, size in zip(piece.local, offsets, piece.offsets, shape)

@@ -1,13 +1,13 @@
 """``checkpoint.json``: which tensors there are, in which bytes of which files, and what each file must look like.
 
-    {"format": "hyper_parallel checkpoint", "version": 1, "framework": "torch", "num_ranks": 4, "step": 1000,
-     "model": {NAME: {"dtype": "F32", "shape": [8, 32, 16],
-                      "pieces": [{"file": FILE, "start": 5120, "offsets": [0, 16, 0], "shape": [4, 16, 16]}, ...]}},
-     "optimizer": {"exp_avg.NAME": as above},
-     "optimizer_state": {"class": "AdamW", "scalars": {"step": {NAME: 1000}}},
-     "random_state": one text per rank, or null,
-     "files": {FILE: {"bytes": 66560, "sha256": "..."}},
-     "sha256": of everything else in this file}
+{"format": "hyper_parallel checkpoint", "version": 1, "framework": "torch", "num_ranks": 4, "step": 1000,
+ "model": {NAME: {"dtype": "F32", "shape": [8, 32, 16],
+                  "pieces": [{"file": FILE, "start": 5120, "offsets": [0, 16, 0], "shape": [4, 16, 16]}, ...]}},
+ "optimizer": {"exp_avg.NAME": as above},
+ "optimizer_state": {"class": "AdamW", "scalars": {"step": {NAME: 1000}}},
+ "random_state": one text per rank, or null,
+ "files": {FILE: {"bytes": 66560, "sha256": "..."}},
+ "sha256": of everything else in this file}
 """
 
 import hashlib

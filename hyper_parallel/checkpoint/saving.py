@@ -191,7 +191,7 @@ def _plan_part(held, load):
 
 
 def _files(rank, num_ranks, plan, values):
-    """This rank's files: file name -> slices. A file holds a name once, so further slices of it go into further files."""
+    """This rank's slices by file name. A file holds a name once, so further slices of it go into further files."""
     files: dict[str, list[Slice]] = {}
     for part in PARTS:
         for name, entry in plan[part].items():
@@ -248,7 +248,9 @@ def _finish(job: _Job, written: Callable[[], dict]) -> None:
     """Gather what was written, and publish it."""
     rank, _ = job.room.rank_and_size()
     try:
-        files = {file: about for answer in together(job.room, "writing files", written) for file, about in answer.items()}
+        files = {
+            file: about for answer in together(job.room, "writing files", written) for file, about in answer.items()
+        }
         together(job.room, "publishing", lambda: _publish(job, files) if rank == 0 else None)
     except CheckpointError:
         if rank == 0:

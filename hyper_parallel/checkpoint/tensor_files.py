@@ -22,7 +22,7 @@ from hyper_parallel.checkpoint.values import STORED_AS
 
 __all__ = ["Slice", "num_bytes", "write_file", "read_box", "checksum"]
 
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 # Runs of bytes shorter than this are read in one go with what lies between them: one long read beats many short ones.
 WINDOW = 1 << 18
 
@@ -130,9 +130,9 @@ def _fill(stream, position, view):
 
 def checksum(path: Path) -> dict:
     """``{"bytes", "sha256"}`` of a file."""
-    digest, size = hashlib.sha256(), 0
-    with open(path, "rb") as stream:
-        while part := stream.read(CHUNK):
-            digest.update(part)
-            size += len(part)
+    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(CHUNK))
+    with open(path, "rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
     return {"bytes": size, "sha256": digest.hexdigest()}

@@ -13,6 +13,8 @@ from hyper_parallel import checkpoint
 from hyper_parallel.platform.torch import state as room
 from tests.harness.setting import whole_mesh
 
+__all__ = ["room", "model", "adamw", "step", "whole", "draw"]
+
 
 class Model(nn.Module):
     def __init__(self, dim, hidden, experts):

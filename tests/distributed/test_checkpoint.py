@@ -20,7 +20,9 @@ def worst(per_rank, expected):
     errors = []
     for found in per_rank:
         assert found.keys() == expected.keys()
-        errors += [np.abs(found[name] - expected[name]).max() / max(np.abs(expected[name]).max(), 1e-3) for name in found]
+        errors += [
+            np.abs(found[name] - expected[name]).max() / max(np.abs(expected[name]).max(), 1e-3) for name in found
+        ]
     return max(errors)
 
 

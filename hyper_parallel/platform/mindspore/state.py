@@ -149,8 +149,8 @@ def _optimized(module, optimizer):
     strangers = sum(name is None for name, _ in found)
     if strangers:
         raise ValueError(
-            f"the optimizer has {strangers} parameters that are not the module's; make it after the module was sharded, "
-            "of module.trainable_params()"
+            f"the optimizer has {strangers} parameters that are not the module's; make it after the module was "
+            "sharded, of module.trainable_params()"
         )
     return found
 
@@ -168,8 +168,8 @@ def optimizer_values(module, optimizer) -> dict[str, Value]:
             continue
         if attribute not in kinds:
             raise ValueError(
-                f"{type(optimizer).__name__} keeps {attribute!r}, which checkpoints do not know; they know the state of "
-                "Adam, AdamW, AdamWeightDecay and Momentum"
+                f"{type(optimizer).__name__} keeps {attribute!r}, which checkpoints do not know; they know the "
+                "state of Adam, AdamW, AdamWeightDecay and Momentum"
             )
         if kinds[attribute] == "max_exp_avg_sq" and not _amsgrad(optimizer):
             continue

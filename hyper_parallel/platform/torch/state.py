@@ -43,6 +43,8 @@ DTYPES = {
 }
 # numpy has no such types: their bits go through integers of the same size.
 AS_INTEGERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+# Numbers of an optimizer, which also a parameter without dims has beside its moments.
+NUMBERS = ("step", "mu_product", "mu", "eta")
 # What wrappers put into the names of what they wrap.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -85,7 +87,9 @@ def _value(name, tensor):
             f"{name} {shape} with placements {tensor.placements} should be {local_shape} on this rank, but is "
             f"{tuple(_local(tensor).shape)}; checkpoints know Shard, Replicate and FSDP2's strided shards"
         )
-    return Value(DTYPES[tensor.dtype], shape, local_shape, tuple(pieces), partial(_read, tensor), partial(_write, tensor))
+    return Value(
+        DTYPES[tensor.dtype], shape, local_shape, tuple(pieces), partial(_read, tensor), partial(_write, tensor)
+    )
 
 
 def _cut(name, placement, ndim):
@@ -96,7 +100,9 @@ def _cut(name, placement, ndim):
         return Cut(placement.dim % ndim)
     if kind == "_StridedShard":
         return Cut(placement.dim % ndim, placement.split_factor)
-    raise ValueError(f"{name} has the placement {placement}; a checkpoint takes Shard and Replicate: redistribute it first")
+    raise ValueError(
+        f"{name} has the placement {placement}; a checkpoint takes Shard and Replicate: redistribute it first"
+    )
 
 
 def _local(tensor):
@@ -136,7 +142,9 @@ def model_values(module) -> dict[str, Value]:
         if isinstance(child, FSDPModule):
             child.reshard()  # after a forward without backward its parameters may lie here whole
         if type(child).get_extra_state is not nn.Module.get_extra_state:
-            raise ValueError(f"{path or 'the module'} has extra state (get_extra_state), which a checkpoint cannot hold")
+            raise ValueError(
+                f"{path or 'the module'} has extra state (get_extra_state), which a checkpoint cannot hold"
+            )
     tensors.update(_parameters(module))
     seen = set()
     for path, child in module.named_modules():
@@ -157,8 +165,8 @@ def _optimized(module, optimizer):
     strangers = sum(name is None for name, _, _ in found)
     if strangers:
         raise ValueError(
-            f"the optimizer has {strangers} parameters that are not the module's; make it after the module was sharded, "
-            "of module.parameters()"
+            f"the optimizer has {strangers} parameters that are not the module's; make it after the module was "
+            "sharded, of module.parameters()"
         )
     return found
 
@@ -182,7 +190,7 @@ def _entries(state, parameter):
 
 
 def _is_number(key, value, parameter):
-    return not isinstance(value, torch.Tensor) or (value.dim() == 0 and (parameter.dim() > 0 or key == "step"))
+    return not isinstance(value, torch.Tensor) or (value.dim() == 0 and (parameter.dim() > 0 or key in NUMBERS))
 
 
 def optimizer_values(module, optimizer) -> dict[str, Value]:
@@ -199,10 +207,11 @@ def optimizer_values(module, optimizer) -> dict[str, Value]:
 
 
 def _state_value(name, tensor, parameter):
-    if tuple(tensor.shape) != tuple(parameter.shape) or isinstance(tensor, dt.DTensor) != isinstance(parameter, dt.DTensor):
+    both = isinstance(tensor, dt.DTensor), isinstance(parameter, dt.DTensor)
+    if tuple(tensor.shape) != tuple(parameter.shape) or both[0] != both[1]:
         raise ValueError(
-            f"optimizer state {name} has shape {tuple(tensor.shape)}, its parameter {tuple(parameter.shape)}; only state "
-            "that lies as its parameter does can be saved"
+            f"optimizer state {name} has shape {tuple(tensor.shape)}, its parameter {tuple(parameter.shape)}; only "
+            "state that lies as its parameter does can be saved"
         )
     return _value(name, tensor)
 
@@ -265,10 +274,12 @@ def _keys(optimizer, group, saved, saved_state, name):
         return ["sum"]
     if saved_state["class"] != type(optimizer).__name__:
         raise ValueError(
-            f"the checkpoint holds the state of {saved_state['class']}, and what {type(optimizer).__name__} needs is not "
-            "known here; use the same optimizer"
+            f"the checkpoint holds the state of {saved_state['class']}, and what {type(optimizer).__name__} needs is "
+            "not known here; use the same optimizer"
         )
-    return [key.removesuffix(f".{name}") for key in saved if key.endswith(f".{name}") and "." not in key[: -len(name) - 1]]
+    return [
+        key.removesuffix(f".{name}") for key in saved if key.endswith(f".{name}") and "." not in key[: -len(name) - 1]
+    ]
 
 
 def random_state() -> str:

@@ -49,7 +49,9 @@ def test_the_safetensors_package_reads_what_is_written(tmp_path):
 
 
 @settings(max_examples=100, deadline=None)
-@given(shape=st.lists(st.integers(1, 7), min_size=1, max_size=4), window=st.sampled_from([1, 16, 1 << 18]), data=st.data())
+@given(
+    shape=st.lists(st.integers(1, 7), min_size=1, max_size=4), window=st.sampled_from([1, 16, 1 << 18]), data=st.data()
+)
 def test_any_box_can_be_read(tmp_path_factory, shape, window, data):
     lower = [data.draw(st.integers(0, size - 1)) for size in shape]
     size = [data.draw(st.integers(1, end - start)) for start, end in zip(lower, shape)]
@@ -124,5 +126,7 @@ def test_nothing_in_the_package_pickles_or_imports_a_framework():
         text = file.read_text(encoding="utf-8")
         assert "pickle" not in text and "import torch" not in text and "import mindspore" not in text
     program = "import hyper_parallel.checkpoint, sys; print({'torch', 'mindspore', 'pickle'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     assert not {"torch", "mindspore"} & set(done.stdout.split("'"))

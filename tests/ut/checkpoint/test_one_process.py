@@ -44,8 +44,16 @@ def test_all_types_come_back_bit_by_bit(tmp_path):
 
     def holder(fill):
         module = torch.nn.Module()
-        for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64, torch.int8, torch.bool, torch.int64):
-            name = str(dtype).removeprefix("torch.")
+        for dtype in (
+            torch.bfloat16,
+            torch.float16,
+            torch.float8_e4m3fn,
+            torch.float64,
+            torch.int8,
+            torch.bool,
+            torch.int64,
+        ):
+            name = str(dtype).replace("torch.", "as_")
             numbers = torch.arange(10) - 3 if fill else torch.zeros(10)
             module.register_buffer(name, numbers.to(dtype).reshape(2, 5))
         module.scalar = torch.nn.Parameter(torch.tensor(2.5 if fill else 0.0))
@@ -58,7 +66,7 @@ def test_all_types_come_back_bit_by_bit(tmp_path):
     checkpoint.save(tmp_path / "a", one, step=7)
     assert checkpoint.load(tmp_path / "a", other) == 7
     assert same(values(one), values(other)) and "not_saved" not in values(one)
-    assert other.bfloat16.tolist() == one.bfloat16.tolist() and other.scalar.item() == 2.5
+    assert other.as_bfloat16.tolist() == one.as_bfloat16.tolist() and other.scalar.item() == 2.5
 
 
 def test_every_optimizer_goes_on(tmp_path):
@@ -106,9 +114,9 @@ def test_another_optimizer_is_refused(tmp_path):
 
 
 def test_all_misfits_are_listed_together_and_nothing_is_loaded(tmp_path):
-    checkpoint.save(tmp_path / "a", a_module(0, kept=(2, 2), wider=(3, 4), gone=(2, 2), half=(2, 2)))
-    module = a_module(1, kept=(2, 2), wider=(3, 5), new=(2, 2), half=(2, 2))
-    module["half"].half()
+    checkpoint.save(tmp_path / "a", a_module(0, kept=(2, 2), wider=(3, 4), gone=(2, 2), cast=(2, 2)))
+    module = a_module(1, kept=(2, 2), wider=(3, 5), new=(2, 2), cast=(2, 2))
+    module["cast"].half()
     before = values(module)
     with pytest.raises(checkpoint.CheckpointError) as caught:
         checkpoint.load(tmp_path / "a", module)
@@ -116,7 +124,7 @@ def test_all_misfits_are_listed_together_and_nothing_is_loaded(tmp_path):
         "model wider.weight: (4, 3) in the checkpoint, (5, 3) here",
         "model new.bias: not in the checkpoint",
         "model gone.bias: in the checkpoint, not here",
-        "model half.weight: F32 in the checkpoint, F16 here",
+        "model cast.weight: F32 in the checkpoint, F16 here",
         "cast the module to the checkpoint's dtype",
     ):
         assert line in str(caught.value)
@@ -175,12 +183,14 @@ def test_loading_takes_the_memory_of_one_tensor(tmp_path):
     sizes = {f"layer{number}": (512, 512) for number in range(8)}
     one, other = a_module(0, **sizes), a_module(1, **sizes)
     tensor = 512 * 512 * 4
+    checkpoint.save(tmp_path / "first", a_module())  # what is imported on the way does not count
+    checkpoint.load(tmp_path / "first", a_module())
     for action in (lambda: checkpoint.save(tmp_path / "a", one), lambda: checkpoint.load(tmp_path / "a", other)):
         tracemalloc.start()
         action()
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 1.5 * tensor + 4 * (1 << 20), peak / tensor  # the checksums' buffer is 4 MiB
+        assert peak < 2.5 * tensor, peak / tensor  # the checksums' buffer of 1 MiB included
     assert same(values(one), values(other))
 
 
@@ -208,10 +218,12 @@ def test_asynchronous_errors_come_with_wait(tmp_path, monkeypatch):
 
 def test_names_of_wrappers_and_tied_weights(tmp_path):
     import torch
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     module = a_module(0, a=(3, 3), b=(3, 3))
     module["b"].weight = module["a"].weight
-    checkpoint.save(tmp_path / "a", torch.compile(module))
+    wrapped = torch.nn.ModuleDict({name: checkpoint_wrapper(layer) for name, layer in module.items()})
+    checkpoint.save(tmp_path / "a", wrapped)
     other = a_module(1, a=(3, 3), b=(3, 3))
     other["b"].weight = other["a"].weight
     checkpoint.load(tmp_path / "a", other)
@@ -231,7 +243,7 @@ def test_command_line(tmp_path, capsys):
     found = load_file(tmp_path / "whole" / "model" / "model.safetensors")
     assert found["b.weight"].equal(module["b"].weight)
     checkpoint.consolidate(tmp_path / "a", tmp_path / "files", max_file_bytes=40)
-    assert len(list((tmp_path / "files" / "model").glob("*.safetensors"))) == 4
+    assert len(list((tmp_path / "files" / "model").glob("*.safetensors"))) == 3
     assert (tmp_path / "files" / "model" / "model.safetensors.index.json").is_file()
     other = a_module(1, a=(3, 4), b=(4, 2))
     assert checkpoint.load(tmp_path / "files", other) == 12 and same(values(module), values(other))
