@@ -45,7 +45,6 @@ BATCH = {**SCALE, "moving_mean": "running_mean", "moving_variance": "running_var
 NAMES = {
     nn.LayerNorm: SCALE,
     nn.GroupNorm: SCALE,
-    nn.RMSNorm: SCALE,
     nn.BatchNorm1d: BATCH,
     nn.BatchNorm2d: BATCH,
     nn.BatchNorm3d: BATCH,
