@@ -128,11 +128,11 @@ def test_random_state(pool, tmp_path):
     assert len({tuple(first) for first, _, _ in found}) == 4
 
 
-@pytest.mark.parametrize("shape,other", [((2, 2, 1), (2, 1, 2)), ((2, 1, 2), (1, 4, 1))])
+@pytest.mark.parametrize("shape,other", [((2, 2, 1), (2, 1, 2)), ((2, 1, 2), (2, 2, 1))])
 def test_fsdp2(torch_pool, tmp_path, shape, other):
     found = torch_pool.run(torch_cases.fsdp, folder=str(tmp_path / "a"), shape=shape, other=other)
     assert [error for _, error in found] == [0.0] * 4
-    assert "_StridedShard" in found[0][0]
+    assert ("_StridedShard" in found[0][0]) == (shape[1] > 1)  # where dp cuts what ep has cut
 
 
 def test_uneven_shards(torch_pool, tmp_path):
