@@ -2,6 +2,7 @@
 # make test    all tests, on both frameworks
 # make test-npu-sim    tests of the Ascend path with CANN stood in for (part of make test)
 # make lint    style, format and types (part of make test)
+# make docs    the documents and the reference as a site, build/docs/index.html
 # make bench   speed beside TorchTitan and the machine's limit
 # Each makes its own .venv when needed, with the tested releases of platform/<name>/requirements.txt.
 
@@ -11,7 +12,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 .SECONDARY:
 
 demo: $(PLATFORMS:%=$(VENV)/with-%)
@@ -24,6 +25,7 @@ test: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-test $(VENV)/with-p
 lint: $(VENV)/with-test
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +47,16 @@ $(VENV)/with-peer: | $(VENV)/bin/python
 $(VENV)/with-%: platform/%/requirements.txt pyproject.toml | $(VENV)/with-examples
 	$(RUN) -m pip install --quiet --requirement $< --editable '.[$*]'
 	touch $@
+
+# In an environment of its own: docstrings are read, not imported, so no framework is needed.
+build/docs-venv/done: docs/requirements.txt
+	$(PYTHON) -m venv build/docs-venv
+	build/docs-venv/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
+docs: build/docs-venv/done
+	build/docs-venv/bin/python docs/site/stage.py build/docs-source
+	build/docs-venv/bin/python -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 bench: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-peer
 	$(RUN) -m tests.benchmark --out docs/benchmark

@@ -23,6 +23,7 @@ from hyper_parallel.platform import get_platform, set_platform
 
 if TYPE_CHECKING:
     from hyper_parallel.core.types import Mesh as DeviceMesh
+    from hyper_parallel.platform.torch.collectives import ops_to_save
     from hyper_parallel.platform.torch.modules import FeedForward, GroupedExperts, MoE, TokenChoiceTopKRouter
 
 __version__ = "0.1.0"
@@ -50,15 +51,16 @@ __all__ = [
     "FeedForward",
     "TokenChoiceTopKRouter",
     "DeviceMesh",
+    "ops_to_save",
 ]
 
-_OF_PLATFORM = ("GroupedExperts", "MoE", "FeedForward", "TokenChoiceTopKRouter", "DeviceMesh")
+_OF_PLATFORM = ("GroupedExperts", "MoE", "FeedForward", "TokenChoiceTopKRouter", "DeviceMesh", "ops_to_save")
 
 
 def __getattr__(name: str) -> Any:
     if name in _OF_PLATFORM:
         # Not kept: the platform in use may change between two look-ups.
-        return get_platform().public_class(name)
+        return get_platform().public_object(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

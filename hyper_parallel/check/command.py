@@ -6,6 +6,7 @@ import os
 import platform as python
 import sys
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from hyper_parallel.check.operations import OPERATIONS, run_operation
 from hyper_parallel.check.probe import Axis, Probe
 from hyper_parallel.check.report import Finding, Report
 from hyper_parallel.core.expert_parallel.sharded import debugging
+from hyper_parallel.core.types import Mesh
 from hyper_parallel.platform import VARIABLE, get_platform, set_platform
 
 __all__ = ["main"]
@@ -38,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def _parser():
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hyper_parallel.check", description=SUMMARY)
     parser.add_argument("--ep", type=int, help="ranks over which experts are split (default: all that tp leaves)")
     parser.add_argument("--tp", type=int, help="ranks that share an expert (default: 2 on an even number from 4, or 1)")
@@ -47,7 +49,7 @@ def _parser():
     return parser
 
 
-def _check(options):
+def _check(options: argparse.Namespace) -> int:
     _choose_platform(options.platform)
     session = importlib.import_module(f"hyper_parallel.platform.{get_platform().name}.session")
     device_type = options.device or session.default_device_type()
@@ -59,7 +61,7 @@ def _check(options):
             session.leave()
 
 
-def _choose_platform(name):
+def _choose_platform(name: str | None) -> None:
     """Follow the launcher, unless the user said which: both frameworks may be installed."""
     if name is None and not os.environ.get(VARIABLE):
         launchers = {"MS_ROLE": "mindspore", "RANK_TABLE_FILE": "mindspore", "WORLD_SIZE": "torch"}
@@ -68,18 +70,18 @@ def _choose_platform(name):
         set_platform(name)
 
 
-def _rank_from_environment():
+def _rank_from_environment() -> str:
     return os.environ.get("RANK") or os.environ.get("RANK_ID") or "?"
 
 
-def _run(probe, options):
+def _run(probe: Probe, options: argparse.Namespace) -> int:
     """The check on this rank, once communication is there; returns the exit code."""
     num_ranks = probe.platform.world_size(probe.device_type)
     ep, tp = _degrees(options.ep, options.tp, num_ranks)
     mesh = hp.init_device_mesh(probe.device_type, (ep, tp), mesh_dim_names=("ep", "tp"))
     world = hp.init_device_mesh(probe.device_type, (num_ranks,), mesh_dim_names=("world",))
     ranks = np.arange(num_ranks).reshape(ep, tp)
-    ep_rank, tp_rank = mesh.get_coordinate()
+    ep_rank, tp_rank = mesh.get_local_rank("ep"), mesh.get_local_rank("tp")
     ep_axis = Axis("ep", mesh["ep"], tuple(ranks[:, tp_rank].tolist()), ep_rank)
     tp_axis = Axis("tp", mesh["tp"], tuple(ranks[ep_rank].tolist()), tp_rank)
     everyone = Axis("all", world, tuple(range(num_ranks)), world.get_local_rank())
@@ -100,23 +102,23 @@ def _run(probe, options):
     return 0 if right else 1
 
 
-def _degrees(ep, tp, num_ranks):
+def _degrees(ep: int | None, tp: int | None, num_ranks: int) -> tuple[int, int]:
     """The missing ones of ep and tp, so that all ranks are used."""
-    if ep is None and tp is None:
-        tp = 2 if num_ranks % 2 == 0 and num_ranks > 2 else 1
+    if not tp:
+        without_ep = 2 if num_ranks % 2 == 0 and num_ranks > 2 else 1
+        tp = max(1, num_ranks // ep) if ep else without_ep
     ep = ep or max(1, num_ranks // tp)
-    tp = tp or max(1, num_ranks // ep)
     if ep * tp != num_ranks:
         raise ValueError(f"ep {ep} x tp {tp} takes {ep * tp} ranks, but {num_ranks} are running")
     return ep, tp
 
 
-def _description(probe):
+def _description(probe: Probe) -> dict[str, str]:
     own = {"hyper_parallel": hp.__version__, "python": python.python_version(), "numpy": np.__version__}
     return {**own, **probe.session.description(probe.device_type)}
 
 
-def _groups(ranks):
+def _groups(ranks: np.ndarray) -> dict[str, str]:
     """Words on the mesh of ``ranks`` [ep, tp]."""
     words = {"mesh": f"ep {ranks.shape[0]} x tp {ranks.shape[1]}"}
     for name, groups in (("groups of ep", ranks.T.tolist()), ("groups of tp", ranks.tolist())):
@@ -125,13 +127,13 @@ def _groups(ranks):
     return words
 
 
-def _versions(description):
+def _versions(description: dict[str, str]) -> Finding:
     text = "; ".join(f"{name} {words}" for name, words in description.items())
     # 24 bits of it, which a float32 carries exactly.
     return Finding("same versions and device", True, float(zlib.crc32(text.encode()) & 0xFFFFFF))
 
 
-def _collectives(probe, axes):
+def _collectives(probe: Probe, axes: Sequence[Axis]) -> list[Finding]:
     return [
         Finding(f"{operation}, {axis.name}", _explained(axis.rank, run_operation(operation, probe, axis)))
         for operation in OPERATIONS
@@ -139,7 +141,7 @@ def _collectives(probe, axes):
     ]
 
 
-def _parity(probe, mesh):
+def _parity(probe: Probe, mesh: Mesh) -> list[Finding]:
     findings, rank = [], mesh.get_local_rank("ep") * mesh.size(1) + mesh.get_local_rank("tp")
     for dtype in probe.session.float_types(probe.device_type):
         limit = TOLERANCE[dtype]
@@ -149,7 +151,7 @@ def _parity(probe, mesh):
     return findings
 
 
-def _explained(rank, wrong):
+def _explained(rank: int, wrong: str | None) -> bool:
     if wrong:
         print(f"hyper_parallel.check: rank {rank}: {wrong}", file=sys.stderr, flush=True)
     return not wrong

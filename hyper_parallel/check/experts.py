@@ -3,10 +3,15 @@
 Shape suffixes: R rows, E experts, D model size, H hidden size.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
+from hyper_parallel.check.probe import Probe
 from hyper_parallel.core.expert_parallel import ExpertTensorParallel
 from hyper_parallel.core.expert_parallel.expert_parallel import HIDDEN_DIM
+from hyper_parallel.core.types import Mesh, Tensor
 
 __all__ = ["QUANTITIES", "TOLERANCE", "parity_errors"]
 
@@ -14,13 +19,13 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}
 QUANTITIES = ("output", "gradient of rows", "gradient of scores", "gradient of weights")
 
 
-def parity_errors(probe, mesh, dtype):
+def parity_errors(probe: Probe, mesh: Mesh, dtype: str) -> dict[str, float]:
     """Relative errors, by ``QUANTITIES``, of experts over the mesh ``("ep", "tp")`` against one device.
 
     Both are the same framework's ``GroupedExperts``, so that only what is parallel about them differs.
     """
     ep, tp = mesh.size(0), mesh.size(1)
-    ep_rank, tp_rank = mesh.get_coordinate()
+    ep_rank, tp_rank = mesh.get_local_rank(0), mesh.get_local_rank(1)
     problem = _problem(ep, tp)
     whole = _evaluate(probe, problem, range(ep), dtype)
     mine = _evaluate(probe, problem, [ep_rank], dtype, mesh)
@@ -34,7 +39,7 @@ def parity_errors(probe, mesh, dtype):
     return dict(zip(QUANTITIES, [*errors, max(per_weight)]))
 
 
-def _problem(ep, tp):
+def _problem(ep: int, tp: int) -> dict[str, Any]:
     """Weights, and rows and scores per ep rank and expert: uneven, and expert 1 has none."""
     random = np.random.default_rng(0)
     num_experts, dim, hidden_dim = 2 * ep, 32, 32 * tp
@@ -50,10 +55,12 @@ def _problem(ep, tp):
     }
 
 
-def _evaluate(probe, problem, ep_ranks, dtype, mesh=None):
+def _evaluate(
+    probe: Probe, problem: dict[str, Any], ep_ranks: Sequence[int], dtype: str, mesh: Mesh | None = None
+) -> tuple[Any, ...]:
     """Output and gradients for the rows of some ep ranks, sorted by expert; on one device without a mesh."""
     num_experts, hidden_dim, dim = problem["weights"]["w1"].shape
-    experts = probe.platform.public_class("GroupedExperts")(dim, hidden_dim, num_experts)
+    experts = probe.platform.public_object("GroupedExperts")(dim, hidden_dim, num_experts)
     probe.session.fill(experts, problem["weights"], dtype, probe.device_type)
     if mesh is not None:
         ExpertTensorParallel().apply(experts, mesh)
@@ -64,7 +71,7 @@ def _evaluate(probe, problem, ep_ranks, dtype, mesh=None):
     ]
     inputs = [probe.session.tensor(values, dtype, probe.device_type) for values in inputs]
 
-    def function(rows, scores):
+    def function(rows: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         output = experts(rows, counts, scores)
         return (output * output).sum(), output
 
@@ -72,7 +79,7 @@ def _evaluate(probe, problem, ep_ranks, dtype, mesh=None):
     return output, *of_inputs, of_weights
 
 
-def _relative_error(actual, expected):
+def _relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Not finite numbers, and numbers in place of nothing, are infinitely wrong."""
     if actual.shape != expected.shape or not np.isfinite(actual).all():
         return float("inf")

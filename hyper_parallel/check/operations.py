@@ -7,8 +7,13 @@ rank r sends r * 100 + 1, r * 100 + 2, ..., so that a value says where it comes 
 Shape suffixes: P ranks of a group, R rows, D model size.
 """
 
-import numpy as np
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from hyper_parallel.check.probe import Axis, Probe
 from hyper_parallel.core.dtensor import distribute_tensor
 from hyper_parallel.core.placement_types import Replicate, Shard
 
@@ -18,7 +23,7 @@ __all__ = ["OPERATIONS", "run_operation"]
 WIDTHS = (4, 4096)
 
 
-def run_operation(operation, probe, axis):
+def run_operation(operation: str, probe: Probe, axis: Axis) -> str | None:
     """None if ``operation`` gave on this rank what it must, or what was wrong, in words.
 
     Args:
@@ -30,7 +35,7 @@ def run_operation(operation, probe, axis):
     return next((f"{operation} over {axis.name}, ranks {list(axis.ranks)}: {words}" for words in differences), None)
 
 
-def _difference(received, expected, sources):
+def _difference(received: npt.ArrayLike, expected: npt.ArrayLike, sources: npt.ArrayLike) -> str | None:
     """What is wrong unless the rows of ``received`` [R, D] hold ``expected`` [R], from the ranks ``sources`` [R]."""
     received, expected = np.asarray(received, np.float64), np.asarray(expected, np.float64)
     if len(received) != len(expected):
@@ -51,10 +56,11 @@ def _difference(received, expected, sources):
     )
 
 
-# Each operation returns its results: (received, expected, source ranks), row by row.
+# What an operation returns, several times: (received, expected, source ranks), row by row.
+Result: TypeAlias = tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
 
 
-def _exchange_counts(probe, axis, name):
+def _exchange_counts(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
     num_ranks = len(axis.ranks)
     counts = probe.int_tensor([axis.rank * 100 + i + 1 for i in range(2 * num_ranks)])
     arriving = probe.platform.start_counts_exchange(counts, axis.mesh.get_group(), name)
@@ -63,20 +69,20 @@ def _exchange_counts(probe, axis, name):
     return [(received, expected, np.repeat(axis.ranks, 2))]
 
 
-def _exchange_rows(probe, axis, name):
+def _exchange_rows(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
     """Every rank sends 0, 1 or 2 rows to each."""
     places = np.arange(len(axis.ranks))
     return _all_to_all(probe, axis, name, (places[:, None] + 2 * places + 1) % 3)
 
 
-def _exchange_to_first(probe, axis, name):
+def _exchange_to_first(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
     """All rows go to the first rank: the others receive nothing, and it receives unequal numbers."""
     counts_PP = np.zeros((len(axis.ranks),) * 2, np.int64)
     counts_PP[:, 0] = 3 + np.arange(len(axis.ranks))
     return _all_to_all(probe, axis, name, counts_PP)
 
 
-def _all_to_all(probe, axis, name, counts_PP):
+def _all_to_all(probe: Probe, axis: Axis, name: str, counts_PP: np.ndarray) -> Sequence[Result]:
     """Send ``counts_PP[s, t]`` rows from place s to place t."""
     send, receive = counts_PP[axis.position].tolist(), counts_PP[:, axis.position].tolist()
     starts = counts_PP[:, : axis.position].sum(axis=1)
@@ -89,7 +95,7 @@ def _all_to_all(probe, axis, name, counts_PP):
     return results
 
 
-def _all_reduce(probe, axis, name):
+def _all_reduce(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
     results = []
     for width in WIDTHS:
         rows = probe.rows([axis.rank * 100 + i + 1 for i in range(3)], width)
@@ -100,13 +106,13 @@ def _all_reduce(probe, axis, name):
     return results
 
 
-def _broadcast(probe, axis, name):
+def _broadcast(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
     rows = probe.rows([axis.rank * 100 + i + 1 for i in range(3)], WIDTHS[0])
     copy = distribute_tensor(rows, axis.mesh, [Replicate()]).to_local()
     return [(probe.array(copy), [axis.ranks[0] * 100 + i + 1 for i in range(3)], [axis.ranks[0]] * 3)]
 
 
-def _scatter_and_gather(probe, axis, name):
+def _scatter_and_gather(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
     """How weights are laid out and put together again."""
     num_rows = 2 * len(axis.ranks)
     rows = probe.rows([axis.rank * 100 + i + 1 for i in range(num_rows)], WIDTHS[0])
@@ -120,7 +126,7 @@ def _scatter_and_gather(probe, axis, name):
     ]
 
 
-OPERATIONS = {
+OPERATIONS: dict[str, Callable[[Probe, Axis, str], Sequence[Result]]] = {
     "all-to-all of counts": _exchange_counts,
     "all-to-all of rows": _exchange_rows,
     "all-to-all to one rank": _exchange_to_first,

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from hyper_parallel.core.types import Mesh
+from hyper_parallel.core.types import Mesh, Tensor
 from hyper_parallel.platform.platform import Platform
 
 __all__ = ["Axis", "Probe"]
@@ -23,15 +24,15 @@ class Probe:
     session: Any
     device_type: str
 
-    def rows(self, values, width):
+    def rows(self, values: npt.ArrayLike, width: int) -> Tensor:
         """[len(values), width]: each value fills a row. float32, which every backend takes."""
-        values = np.repeat(np.asarray(values, np.float32)[:, None], width, axis=1)
-        return self.session.tensor(values, "float32", self.device_type)
+        filled = np.repeat(np.asarray(values, np.float32)[:, None], width, axis=1)
+        return self.session.tensor(filled, "float32", self.device_type)
 
-    def int_tensor(self, values):
+    def int_tensor(self, values: npt.ArrayLike) -> Tensor:
         return self.session.tensor(np.asarray(values, np.int64), "int64", self.device_type)
 
-    def array(self, tensor):
+    def array(self, tensor: Tensor) -> np.ndarray:
         return self.session.array(tensor)
 
 
@@ -46,9 +47,9 @@ class Axis:
 
     name: str
     mesh: Mesh
-    ranks: tuple
+    ranks: tuple[int, ...]
     position: int
 
     @property
-    def rank(self):
+    def rank(self) -> int:
         return self.ranks[self.position]

@@ -6,8 +6,22 @@ P ranks of a group. A group is whatever the platform's mesh returns from ``get_g
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
-__all__ = ["Platform"]
+import numpy.typing as npt
+
+from hyper_parallel.core.placement_types import Placement
+from hyper_parallel.core.types import Group, Mesh, Module, Tensor
+
+__all__ = ["Arriving", "Platform"]
+
+
+class Arriving(Protocol):
+    """Integers on their way from the ranks of a group."""
+
+    def wait(self) -> Tensor:
+        """What arrived, in rank order and complete: the host may read it."""
 
 
 class Platform(ABC):
@@ -17,43 +31,47 @@ class Platform(ABC):
 
     # Objects
 
-    def owns(self, obj) -> bool:
+    def owns(self, obj: Any) -> bool:
         """Whether ``obj`` is a module, tensor or mesh of this framework."""
         return self.is_module(obj) or self.is_tensor(obj) or self.is_mesh(obj)
 
     @abstractmethod
-    def is_module(self, obj) -> bool:
+    def is_module(self, obj: Any) -> bool:
         """Whether ``obj`` is a module of this framework."""
 
     @abstractmethod
-    def is_tensor(self, obj) -> bool:
+    def is_tensor(self, obj: Any) -> bool:
         """Whether ``obj`` is a tensor that holds its own data (a sharded parameter's local value is; a DTensor not)."""
 
     @abstractmethod
-    def is_mesh(self, obj) -> bool:
+    def is_mesh(self, obj: Any) -> bool:
         """Whether ``obj`` is a device mesh of this framework."""
 
     @abstractmethod
-    def public_class(self, name):
-        """The framework's class behind a public name: GroupedExperts, MoE, FeedForward, TokenChoiceTopKRouter,
-        DeviceMesh."""
+    def public_object(self, name: str) -> Any:
+        """What a public name stands for: the classes GroupedExperts, MoE, FeedForward, TokenChoiceTopKRouter and
+        DeviceMesh; ``ops_to_save``, where the framework can keep single operators in recomputation.
+
+        Raises:
+            AttributeError: the framework has no such thing, with words why.
+        """
 
     # Modules
 
     @abstractmethod
-    def parameters(self, module) -> dict:
+    def parameters(self, module: Module) -> dict[str, Any]:
         """The module's own parameters by name, without those of its children."""
 
     @abstractmethod
-    def named_modules(self, module):
+    def named_modules(self, module: Module) -> Iterable[tuple[str, Module]]:
         """Iterate ``(dotted name, module)`` over the module (name "") and everything inside it."""
 
     @abstractmethod
-    def replaced_forward(self, module) -> bool:
+    def replaced_forward(self, module: Module) -> bool:
         """Whether forward was replaced on this one object, so that its class no longer says what it computes."""
 
     @abstractmethod
-    def wrap_forward(self, module, sharded):
+    def wrap_forward(self, module: Module, sharded: Callable[..., Any]) -> None:
         """Run ``sharded(module, local_forward, *inputs, **keywords)`` whenever ``module`` is called.
 
         ``local_forward(*inputs)`` is the module's own forward, which finds local tensors under its parameters' names.
@@ -62,11 +80,11 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def sharded(self, module):
+    def sharded(self, module: Module) -> Any:
         """The ``sharded`` of an earlier ``wrap_forward``, or None."""
 
     @abstractmethod
-    def eagerly(self, function, *args):
+    def eagerly(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, which a compiler of the framework that traces the caller neither enters nor records.
 
         The one door to whatever reads counts on the host.
@@ -75,58 +93,69 @@ class Platform(ABC):
     # Meshes and layouts
 
     @abstractmethod
-    def world_size(self, device_type) -> int:
+    def world_size(self, device_type: str) -> int:
         """Number of running ranks. Raises RuntimeError if communication for the device type is not initialised."""
 
     @abstractmethod
-    def init_device_mesh(self, device_type, shape, names):
+    def init_device_mesh(self, device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> Mesh:
         """Make the mesh and its groups; arguments are checked."""
 
     @abstractmethod
-    def distribute_tensor(self, tensor, device_mesh, placements):
+    def distribute_tensor(self, tensor: Tensor, device_mesh: Mesh, placements: Sequence[Placement]) -> Any:
         """Lay out the first rank's ``tensor``; ``placements`` are ours, checked, dims not negative."""
 
     @abstractmethod
-    def distribute_module(self, module, device_mesh, partition_fn, input_fn, output_fn):
+    def distribute_module(
+        self,
+        module: Module,
+        device_mesh: Mesh,
+        partition_fn: Callable[[str, Module, Mesh], None] | None,
+        input_fn: Callable[[Module, Any, Mesh], Any] | None,
+        output_fn: Callable[[Module, Any, Mesh], Any] | None,
+    ) -> Any:
         """See ``hyper_parallel.distribute_module``."""
 
     @abstractmethod
-    def shard_parameter(self, module, name, device_mesh, placements):
+    def shard_parameter(self, module: Module, name: str, device_mesh: Mesh, placements: Sequence[Placement]) -> None:
         """Replace one parameter by its layout over the mesh; name, dtype and requires_grad stay."""
 
     @abstractmethod
-    def is_sharded(self, parameter) -> bool:
+    def is_sharded(self, parameter: Any) -> bool:
         """Whether a parameter is already laid out over a mesh."""
 
     # Integers, and where they are
 
     @abstractmethod
-    def is_integer(self, tensor) -> bool:
+    def is_integer(self, tensor: Tensor) -> bool:
         """Whether the tensor's dtype is a signed or unsigned integer (not bool)."""
 
     @abstractmethod
-    def on_host(self, tensor) -> bool:
+    def on_host(self, tensor: Tensor) -> bool:
         """Whether reading the tensor's values costs no copy from a device."""
 
     @abstractmethod
-    def to_host(self, *tensors) -> list:
+    def to_host(self, *tensors: Tensor) -> list[list[int]]:
         """Values of 1-D integer tensors as lists of Python ints: one copy from the device for all of them."""
 
     @abstractmethod
-    def int_tensor(self, values, like):
+    def int_tensor(self, values: npt.ArrayLike, like: Tensor) -> Tensor:
         """An int64 tensor of a numpy array or list of ints, on the device of ``like``.
 
         It remembers them: ``on_host`` is True of it, and ``to_host`` of it copies nothing from the device.
         """
 
     @abstractmethod
-    def made_by_host(self, tensor) -> bool:
+    def int_tensors(self, arrays: Sequence[Any], like: Tensor) -> list[Tensor]:
+        """``int_tensor`` of each of several 1-D arrays, in one copy to the device."""
+
+    @abstractmethod
+    def made_by_host(self, tensor: Tensor) -> bool:
         """Whether ``int_tensor`` made the tensor."""
 
     # Rows. No verb changes its inputs; all are differentiable in their floating inputs.
 
     @abstractmethod
-    def permute(self, x, order_R, inverse_R, copies=1):
+    def permute(self, x: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
         """``y[i] = x[order[i] // copies]``: rows of x, each ``copies`` times, in the order of a permutation.
 
         Args:
@@ -138,7 +167,7 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def unpermute(self, x_RD, order_R, inverse_R, copies):
+    def unpermute(self, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int) -> Tensor:
         """``y[t]`` = sum over k of ``x[inverse[t * copies + k]]``, the rows that ``permute`` made of one: [T, D].
 
         Args:
@@ -149,19 +178,27 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def index_select(self, x, index_R):
+    def index_select(self, x: Tensor, index_R: Tensor) -> Tensor:
         """``y[i] = x[index[i]]``, rows of x any number of times each. Gradient: :meth:`index_add` of it."""
 
     @abstractmethod
-    def index_add(self, x, index_R, num_rows):
+    def index_add(self, x: Tensor, index_R: Tensor, num_rows: int) -> Tensor:
         """``y[j]`` = sum of the rows i of x with ``index[i] = j``, of [num_rows, ...]. Gradient: selected again."""
 
     @abstractmethod
-    def concat(self, tensors, dim):
+    def concat(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
         """Tensors one after another along a dim; differentiable."""
 
     @abstractmethod
-    def swiglu_experts(self, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R):
+    def swiglu_experts(
+        self,
+        x_RD: Tensor,
+        w1_EHD: Tensor,
+        w2_EDH: Tensor,
+        w3_EHD: Tensor,
+        num_tokens_per_expert_E: Tensor,
+        scores_R: Tensor | None,
+    ) -> Tensor:
         """``scores * w2[e](silu(w1[e] x) * (w3[e] x))`` for the rows of each expert e: [R, D].
 
         Inputs are checked and share a dtype (under the framework's autocast they are cast to its). ``scores_R`` may be
@@ -169,46 +206,50 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def swiglu(self, gate, up):
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """``silu(gate) * up``."""
 
     @abstractmethod
-    def same_dtype(self, x, weight) -> bool:
+    def same_dtype(self, x: Tensor, weight: Tensor) -> bool:
         """Whether a product of the two is defined: equal dtypes, or an autocast that makes them equal."""
 
     # Routing. Core also uses what both frameworks' tensors share: + - * /, comparison of shapes, .sum(dim),
     # .reshape(shape) and .sign().
 
     @abstractmethod
-    def probabilities(self, logits_TE, score_func):
+    def probabilities(self, logits_TE: Tensor, score_func: str) -> Tensor:
         """ "softmax" over the last dim or "sigmoid" of the logits, in fp32 or wider."""
 
     @abstractmethod
-    def detach(self, x):
+    def detach(self, x: Tensor) -> Tensor:
         """x, from which no gradient flows back."""
 
     @abstractmethod
-    def top_indices(self, x_TE, k):
+    def top_indices(self, x_TE: Tensor, k: int) -> Tensor:
         """Indices int64 [T, k] of the k largest values along the last dim, largest first."""
 
     @abstractmethod
-    def take_along(self, x_TE, index_TK):
+    def take_along(self, x_TE: Tensor, index_TK: Tensor) -> Tensor:
         """``y[t, k] = x[t, index[t, k]]``, differentiable."""
 
     @abstractmethod
-    def multi_hot(self, index_TK, size):
+    def multi_hot(self, index_TK: Tensor, size: int) -> Tensor:
         """[T, size], 1.0 at the indices of each row and 0.0 elsewhere, fp32."""
 
     @abstractmethod
-    def nonzero(self, x, num_nonzero):
+    def nonzero(self, x: Tensor, num_nonzero: int) -> Tensor:
         """Positions int64 of the entries of a flat [N] that are not 0, ascending; ``num_nonzero`` is their number."""
 
     @abstractmethod
-    def to_int(self, x):
+    def floor_divide(self, x: Tensor, divisor: int) -> Tensor:
+        """``x // divisor`` of an int64 tensor without negative values, all below 2**31, and a positive int."""
+
+    @abstractmethod
+    def to_int(self, x: Tensor) -> Tensor:
         """Whole numbers of a float tensor as int64."""
 
     @abstractmethod
-    def sort_by_expert(self, selected_TK, num_experts):
+    def sort_by_expert(self, selected_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """Stable order of the T*K routed rows by expert.
 
         Returns:
@@ -216,69 +257,71 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def scale_rows(self, x_RD, scores_R):
+    def scale_rows(self, x_RD: Tensor, scores_R: Tensor) -> Tensor:
         """Rows times their scores, formed in the wider dtype, returned in that of x."""
 
     @abstractmethod
-    def count_in_backward(self, x, counter_E, counts_E):
+    def count_in_backward(self, x: Tensor, counter_E: Tensor, counts_E: Tensor) -> Tensor:
         """x. When a gradient flows back through it, ``counts_E`` are added to ``counter_E`` in place.
 
         Backward runs once per step, with or without recomputation of the forward, and never in evaluation.
         """
 
     @abstractmethod
-    def assign(self, buffer, value):
+    def assign(self, buffer: Tensor, value: Tensor) -> None:
         """Write ``value`` into a module's buffer in place, in the buffer's dtype."""
 
     # Collectives. Their inputs may be non-contiguous; outputs are fresh tensors.
 
     @abstractmethod
-    def start_counts_exchange(self, counts, group, name):
+    def start_counts_exchange(self, counts: Tensor, group: Group, name: str) -> Arriving:
         """Start to send chunk r of ``counts`` (int64, equal chunks) to rank r of the group.
 
         Returns:
-            An object whose ``wait()`` gives what the ranks sent here, in rank order, complete: the host may read it.
-            Nothing else may be asked of the group before. No gradient.
+            what the ranks send here, in rank order; ``wait()`` gives it. Nothing else may be asked of the group before.
+            No gradient.
         """
 
     @abstractmethod
-    def all_to_all_rows(self, x, send_splits, recv_splits, group, name):
+    def all_to_all_rows(
+        self, x: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: Group, name: str
+    ) -> Tensor:
         """Send ``send_splits[r]`` rows to rank r, receive ``recv_splits[r]`` rows from it, both in rank order.
 
         Gradient: the same exchange with the splits swapped.
         """
 
     @abstractmethod
-    def copy_to_group(self, x, group, name, dtype=None):
+    def copy_to_group(self, x: Tensor, group: Group, name: str, dtype: Any = None) -> Tensor:
         """Forward: x. Backward: the gradient summed over the group. For a value all ranks hold, used in parts.
 
         ``dtype`` is that of the sum's terms on their way, by default the gradient's.
         """
 
     @abstractmethod
-    def reduce_from_group(self, x, group, name, dtype=None):
+    def reduce_from_group(self, x: Tensor, group: Group, name: str, dtype: Any = None) -> Tensor:
         """Forward: x summed over the group. Backward: the gradient as it is, for it is the same on every rank.
 
         ``dtype`` is that of the sum's terms on their way, by default that of x.
         """
 
     @abstractmethod
-    def split_over_group(self, x, splits, group, name):
+    def split_over_group(self, x: Tensor, splits: Sequence[int], group: Group, name: str) -> Tensor:
         """Forward: this rank's share of x, ``splits[r]`` rows for rank r. Backward: the shares' gradients, gathered.
 
         For a value that all ranks hold and of which each uses its share.
         """
 
     @abstractmethod
-    def gather_from_group(self, x, splits, group, name):
+    def gather_from_group(self, x: Tensor, splits: Sequence[int], group: Group, name: str) -> Tensor:
         """Forward: the rows of all ranks, ``splits[r]`` from rank r. Backward: this rank's share of the gradient, which
         is the same on every rank."""
 
     @abstractmethod
-    def sum_over_group(self, x, group, name):
+    def sum_over_group(self, x: Tensor, group: Group, name: str) -> Tensor:
         """x summed over the group, as a new tensor. No gradient."""
 
     @abstractmethod
-    def digests(self, x, group, name) -> list:
+    def digests(self, x: Tensor, group: Group, name: str) -> list[list[float]]:
         """A short list of floats per rank of the group, in rank order, that differ where the ranks' x differ. For
         checks: no gradient."""

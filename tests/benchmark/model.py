@@ -1,16 +1,20 @@
-"""The model of cost of docs/performance.md: what one rank computes and sends, on average over the ranks.
+"""The library's model of cost (``hyper_parallel.plan.layer``), for a work of the benchmark."""
 
-T tokens of one ep coordinate, K experts per token, D model size, H hidden size, b bytes per number.
-"""
+from hyper_parallel.plan import layer as formulas
 
-__all__ = ["flops", "payload", "on_the_wire", "kept_bytes"]
+__all__ = ["layer_of", "flops", "payload", "on_the_wire", "kept_bytes"]
+
+
+def layer_of(work, style="ExpertTensorParallel"):
+    """The work as the formulas take it."""
+    shape = work.shape
+    sizes = {"num_experts": shape.num_experts, "top_k": shape.top_k, "dim": shape.dim, "hidden_dim": shape.hidden_dim}
+    return formulas.MoELayer(style, work.ep, work.tp, work.tokens, itemsize=work.itemsize, **sizes)
 
 
 def flops(work):
-    """(forward, backward) of the experts' matrix products: 3 products forward, 6 backward, 2 flops per multiply-add."""
-    shape = work.shape
-    product = 2 * work.tokens * shape.top_k * shape.dim * shape.hidden_dim // work.tp
-    return 3 * product, 6 * product
+    """(forward, backward) of the experts' matrix products."""
+    return formulas.flops(layer_of(work))
 
 
 def payload(work, scores=False):
@@ -19,34 +23,19 @@ def payload(work, scores=False):
     Args:
         scores: the experts are given scores (a MoE layer with scores "inside" them).
     """
-    shape, tokens, b = work.shape, work.tokens, work.itemsize
-    rows = tokens * shape.top_k * shape.dim * b
-    scores_bytes = tokens * shape.top_k * 4
-    found = {}
-    if work.ep > 1:
-        counts = 8 * shape.num_experts
-        found["ep"] = counts + 2 * rows + scores * scores_bytes, 2 * rows + scores * scores_bytes
-    if work.tp > 1:
-        summed = rows if work.layer == "experts" else tokens * shape.dim * b
-        of_scores = scores_bytes if work.layer == "moe" or scores else 0
-        found["tp"] = summed, summed + of_scores
-    return found
+    return formulas.payload(layer_of(work), bare=work.layer == "experts", scores=scores)
 
 
 def on_the_wire(work):
-    """Bytes of rows that leave a rank, by axis, as (forward, backward): balanced routing, ring all-reduce."""
-    sent = payload(work)
-    found = {}
-    if "ep" in sent:
-        found["ep"] = tuple(n * (work.ep - 1) // work.ep for n in sent["ep"])
-    if "tp" in sent:
-        found["tp"] = tuple(2 * n * (work.tp - 1) // work.tp for n in sent["tp"])
-    return found
+    """Bytes that leave a rank, by axis, as (forward, backward): balanced routing, ring all-reduce."""
+    degrees = {"ep": work.ep, "tp": work.tp}
+    factors = {"ep": 1, "tp": 2}
+    return {
+        axis: tuple(factors[axis] * n * (degrees[axis] - 1) // degrees[axis] for n in sizes)
+        for axis, sizes in payload(work).items()
+    }
 
 
 def kept_bytes(work):
     """Bytes that the experts layer keeps from forward to backward: rows, gate, up; and the two orders if rows move."""
-    shape, rows = work.shape, work.tokens * work.shape.top_k
-    orders = 2 * 8 * rows if 1 < work.ep < shape.num_experts else 0
-    own_rows = rows * shape.dim * work.itemsize if work.ep > 1 else 0  # with ep = 1 the rows are the caller's
-    return own_rows + 2 * rows * shape.hidden_dim // work.tp * work.itemsize + orders
+    return formulas.kept_bytes(layer_of(work), bare=True)

@@ -1,6 +1,7 @@
 """Cases about the MoE layer, run on every rank; each returns plain values that a test looks at."""
 
 import copy
+import os
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from unittest import mock
@@ -102,6 +103,22 @@ def evaluations(context, problem, ep, tp, shape=None, breaks=(), **keywords):
     with sabotage(context, problem, *breaks):
         evaluation = evaluate(context, moe, problem, ep_rank, shape)
     return (ep_rank, tp_rank), evaluation, load(context, moe)
+
+
+def debug_mode(context, problem, style):
+    """In debug mode: the error of a call with equal tokens over tp, and of one whose tokens differ there; or None."""
+    adapter = context.framework
+    moe = parallel_moe(context, problem, 2, 2, style=style)
+    ep_rank, tp_rank = coordinates(context, 2, 2)
+    messages = []
+    with mock.patch.dict(os.environ, HYPER_PARALLEL_DEBUG="1"):
+        for shift in (0.0, 0.5 * tp_rank):
+            try:
+                moe(adapter.tensor(problem.x[ep_rank] + shift))
+                messages.append(None)
+            except ValueError as error:
+                messages.append(str(error))
+    return messages
 
 
 def weights_only(context, problem, ep, tp):

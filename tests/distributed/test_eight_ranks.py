@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.distributed import plan_cases, test_plan
 from tests.harness import oracle, parity
 from tests.harness.frameworks import framework
 
@@ -11,3 +12,15 @@ def test_one_device(big_pool, ep, tp):
     problem = oracle.make_problem(ep, 8, 6, 16)
     results = big_pool.run(parity.errors, style="ExpertTensorParallel", ep=ep, tp=tp, problem=problem)
     parity.assert_close(results, framework(big_pool.platform).tolerance)
+
+
+@pytest.mark.parametrize(
+    "style,ep,tp",
+    [(style, ep, tp) for ep, tp in [(8, 1), (1, 8), (2, 4), (4, 2)] for style in test_plan.styles_on(ep, tp)],
+)
+def test_bytes_of_the_planner(big_pool, style, ep, tp):
+    if big_pool.platform != "torch":
+        pytest.skip("four ranks of MindSpore are compared in test_plan.py")
+    one = test_plan.planned(8, style, ep, tp)
+    for found in big_pool.run(plan_cases.handed_over, num_tokens=test_plan.TOKENS, style=style, ep=ep, tp=tp):
+        assert test_plan.total(found) == test_plan.total(test_plan.expected(one))

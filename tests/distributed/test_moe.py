@@ -251,3 +251,12 @@ def test_errors(pool):
         assert kind == "TypeError" and "route_nrom" in message
         for name, (kind, message) in found.items():
             assert kind == "ValueError" and words[name.removeprefix("router ").removeprefix("moe ")] in message
+
+
+@pytest.mark.parametrize("style", ["ExpertTensorParallel", "DedupExpertTensorParallel", "SplitExpertTensorParallel"])
+def test_debug_mode_names_the_ranks_that_hold_other_tokens(pool, style):
+    for equal, different in pool.run(
+        cases.debug_mode, problem=oracle.make_problem(2, VARIANTS["before"][0]), style=style
+    ):
+        assert equal is None
+        assert "must be given the same tokens; those of tp coordinates [1] differ" in different

@@ -174,14 +174,16 @@ def make_problem(
     hidden: int = 8,
     tokens_per_ep_rank: int | Sequence[int] = 12,
     with_bias: bool = True,
+    bias: Sequence[float] | None = None,
     margin: float = 1e-3,
     mantissa_bits: int = 23,
     seed: int = 0,
 ) -> Problem:
     """A problem whose outputs and gradients per token are of order 1, with other tokens on every ep rank.
 
-    The routing is uneven, because all tokens share a direction. No choice is closer than `margin`: frameworks that
-    round differently must choose the same experts. With `mantissa_bits` of 7 all values are bfloat16 numbers.
+    The routing is uneven, because all tokens share a direction; a `bias` in place of the drawn one can force it. No
+    choice is closer than `margin`: frameworks that round differently must choose the same experts. With `mantissa_bits`
+    of 7 all values are bfloat16 numbers.
     """
     random = np.random.default_rng(seed)
 
@@ -205,7 +207,10 @@ def make_problem(
     if settings.num_shared_experts:
         shared = swiglu(width=hidden * settings.num_shared_experts)
         weights.update({f"shared_experts.{name}.weight": weight for name, weight in shared.items()})
-    bias = normal(num_experts, size=0.2) if with_bias else None
+    if bias is not None:
+        bias = rounded(np.asarray(bias, np.float64))
+    elif with_bias:
+        bias = normal(num_experts, size=0.2)
     direction = normal(dim, size=0.7)
 
     def tokens(count: int) -> np.ndarray:

@@ -46,11 +46,14 @@ MINDSPORE_PRIMITIVES = ("dist_comm_isend_op", "dist_comm_irecv_op")
 
 @dataclass(frozen=True)
 class Collective:
-    """``step`` is what was running: "dispatch" or "combine", of bare experts or of a MoE layer, or "" outside."""
+    """``step`` is what was running: "dispatch" or "combine", of bare experts or of a MoE layer, or "" outside.
+    ``payload`` and ``shape`` are bytes and shape of the tensor that is sent; 0 and () where the verb takes none."""
 
     verb: str
     ranks: tuple
     step: str
+    payload: int = 0
+    shape: tuple = ()
 
 
 @contextmanager
@@ -73,10 +76,20 @@ def recorded(context):
 
 def _recording(original, verb, ranks_of, calls, step):
     def call(*args, **kwargs):
-        calls.append(Collective(verb, tuple(ranks_of(args, kwargs)), step[0]))
+        calls.append(Collective(verb, tuple(ranks_of(args, kwargs)), step[0], *_sent(verb, args)))
         return original(*args, **kwargs)
 
     return call
+
+
+def _sent(verb, args):
+    """Bytes and shape of the tensor that a call sends; of two tensors the first is what arrives."""
+    tensors = [arg for arg in args if hasattr(arg, "shape")]
+    if not tensors:
+        return 0, ()
+    x = tensors[-1] if verb in ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor") else tensors[0]
+    size = x.nbytes() if callable(x.nbytes) else x.nbytes
+    return size, tuple(x.shape)
 
 
 def _during(original, method, step):

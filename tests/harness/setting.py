@@ -58,7 +58,10 @@ def to_dtype(context, module, dtype):
         import torch
 
         module.to(context.framework.device_type, getattr(torch, dtype))
-        # Weights filled in float32 are exact: every number of a problem is a float32 number.
+    elif dtype != "float32":
+        for parameter in module.trainable_params():
+            parameter.set_dtype(context.framework.dtype_object(dtype))
+    # Weights filled in float32 are exact: every number of a problem is a float32 number.
     return module
 
 

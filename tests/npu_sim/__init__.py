@@ -11,8 +11,9 @@ def install(collective_limit_s="30"):
     Args:
         collective_limit_s: how long src/hccl.c lets a rank wait for the others.
     """
-    from tests.npu_sim import aten, operators
+    from tests.npu_sim import aten, costs, operators
 
     os.environ["NPU_SIM_LIMIT_S"] = str(collective_limit_s)
+    costs.use(costs.ATLAS_A2)
     aten.install()
     operators.install()

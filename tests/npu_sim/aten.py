@@ -9,7 +9,9 @@ import warnings
 
 import torch
 
-from tests.npu_sim.memory import host_view, npu_tensors, on_cpu, on_npu, other_tensors
+from tests.npu_sim import aicpu, hollow
+from tests.npu_sim.launches import launch
+from tests.npu_sim.memory import host_view, npu_tensors, on_cpu, on_meta, on_npu, other_tensors
 
 __all__ = ["install"]
 
@@ -31,6 +33,8 @@ TAKES_CPU_INDICES = {"index", "index_put_", "_index_put_impl_", "_unsafe_index"}
 CPU_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 _library = torch.library.Library("aten", "IMPL")
+_own_copy = torch.library.get_kernel(torch.ops.aten.copy_.default, "PrivateUse1")
+_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 
 
 def install():
@@ -62,6 +66,7 @@ def _on_host(operator):
     """A kernel that runs the operator on CPU views of its arguments and gives its results as npu tensors."""
     schema = operator._schema
     written = [_written_argument(schema, result) for result in schema.returns]
+    silent = _written_and_not_returned(schema)
     takes_cpu_tensors = schema.name.removeprefix("aten::") in TAKES_CPU_INDICES
 
     def kernel(*args, **kwargs):
@@ -69,17 +74,19 @@ def _on_host(operator):
         if other_tensors((args, kwargs)) and not takes_cpu_tensors:
             raise RuntimeError(f"[npu-sim] {schema.name}: expected all tensors on the same device, got npu and cpu")
         device = tensors[0].device if tensors else torch.device("npu", torch.npu.current_device())
-        cpu_args, cpu_kwargs = on_cpu((args, kwargs))
+        on_aicpu = aicpu.note(schema.name, args, kwargs)
+        view = hollow.view(operator, args, kwargs)
+        cpu_args, cpu_kwargs = view((args, kwargs))
         results = operator(*cpu_args, **cpu_kwargs)
-        if not schema.returns:
-            return None
-        results = list(results) if len(schema.returns) > 1 else [results]
+        results = list(results) if len(schema.returns) > 1 else [results] * len(schema.returns)
         for i, argument in enumerate(written):
             if argument is None:
                 results[i] = on_npu(results[i], device)
             else:
                 results[i] = _written(_pick(argument, args, kwargs), _pick(argument, cpu_args, cpu_kwargs))
-        return tuple(results) if len(results) > 1 else results[0]
+        writes = results, [_pick(argument, args, kwargs) for argument in silent]
+        launch(schema.name, tensors, writes, device, on_aicpu)
+        return tuple(results) if len(results) > 1 else results[0] if results else None
 
     return kernel
 
@@ -92,6 +99,16 @@ def _written_argument(schema, result):
         if argument.alias_info is not None and argument.alias_info.before_set == result.alias_info.before_set:
             return position, argument.name
     raise AssertionError(f"{schema}: no argument for a written result")
+
+
+def _written_and_not_returned(schema):
+    """(position, name) of arguments that are written though nothing, or something else, is returned."""
+    returned = [result.alias_info.before_set for result in schema.returns if result.alias_info is not None]
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.is_write and argument.alias_info.before_set not in returned
+    ]
 
 
 def _pick(argument, args, kwargs):
@@ -108,7 +125,13 @@ def _written(tensor, view):
 
 
 def _copy(target, source, non_blocking=False):
-    on_cpu(target).copy_(on_cpu(source))
+    """Between host and device torch_npu's own code, with its staging and its waits; on the device the CPU's kernel."""
+    if target.device.type != source.device.type:
+        _own_copy.call_boxed(_KEYS, target, source, non_blocking)
+    else:
+        view = hollow.view(torch.ops.aten.copy_, (target, source), {})
+        view(target).copy_(view(source))
+        launch("aten::copy_", [source], [target], target.device)
     return target
 
 
@@ -116,9 +139,12 @@ def _matmul_backward(grad, x, other, mask):
     """torch_npu differentiates matmul as one operator, which the CPU lacks; here for matrices and batches of them."""
     if x.dim() < 2 or other.dim() < 2:
         raise NotImplementedError("[npu-sim] the gradient of matmul with a vector")
-    cpu_grad, cpu_x, cpu_other = on_cpu((grad, x, other))
+    view = on_meta if hollow.is_large(grad) else on_cpu
+    cpu_grad, cpu_x, cpu_other = view((grad, x, other))
     grads = (
         (cpu_grad @ cpu_other.mT).sum_to_size(x.shape) if mask[0] else None,
         (cpu_x.mT @ cpu_grad).sum_to_size(other.shape) if mask[1] else None,
     )
-    return on_npu(grads, x.device)
+    grads = on_npu(grads, x.device)
+    launch("aten::matmul_backward", [grad, x, other], grads, x.device)
+    return grads

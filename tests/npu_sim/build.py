@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
+HCCL = SOURCES / "hccl.c"
 # Compiled from src/; every other library that the wheel needs is another name of the first.
 RUNTIME, COLLECTIVES = "libascendcl.so", "libhccl.so"
 OWN_SYMBOLS = re.compile(r"^(acl|rt[A-Z]|Msprof|Hccl)")
@@ -27,7 +28,7 @@ def main(folder):
     symbols, names = undefined_symbols(libraries), needed_libraries(libraries)
     for kind, runtime, collectives in (
         ("stubs", [], []),
-        ("runtime", [SOURCES / "runtime.c"], [SOURCES / "hccl.c"]),
+        ("runtime", sorted(set(SOURCES.glob("*.c")) - {HCCL}), [HCCL]),
     ):
         target = Path(folder) / kind
         target.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["on_cpu", "on_npu", "host_view", "npu_tensors", "other_tensors"]
+__all__ = ["on_cpu", "on_meta", "on_npu", "host_view", "npu_tensors", "other_tensors"]
 
 
 def host_view(tensor):
@@ -24,8 +24,13 @@ def on_cpu(arguments):
     return tree_map(_on_cpu, arguments)
 
 
+def on_meta(arguments):
+    """The arguments without memory: only sizes, strides and dtypes."""
+    return tree_map(_on_meta, arguments)
+
+
 def on_npu(results, device):
-    """CPU results of an operator as npu tensors with the same sizes, strides and values."""
+    """CPU results of an operator as npu tensors with the same sizes, strides and values; those on meta without."""
     return tree_map(lambda value: _on_npu(value, device), results)
 
 
@@ -49,10 +54,16 @@ def _on_cpu(value):
     return value
 
 
+def _on_meta(value):
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
 def _on_npu(value, device):
-    if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+    if not isinstance(value, torch.Tensor) or value.device.type == "npu":
         return value
     moved = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
-    if value.numel():
+    if value.numel() and value.device.type == "cpu":
         host_view(moved).copy_(value)
     return moved

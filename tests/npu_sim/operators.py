@@ -11,9 +11,11 @@ import functools
 import warnings
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from tests.npu_sim.memory import npu_tensors, on_cpu, on_npu, other_tensors
+from tests.npu_sim import hollow
+from tests.npu_sim.launches import launch
+from tests.npu_sim.memory import npu_tensors, on_cpu, on_meta, on_npu, other_tensors
 
 __all__ = ["install"]
 
@@ -38,19 +40,19 @@ def _checked(name, reference):
     def kernel(*args, **kwargs):
         require(not other_tensors((args, kwargs)), name, "a cpu tensor among npu tensors")
         device = npu_tensors((args, kwargs))[0].device
-        expected = operator(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
-        cpu_args, cpu_kwargs = on_cpu((args, kwargs))
-        result = reference(*cpu_args, **cpu_kwargs)
+        meta_args, meta_kwargs = on_meta((args, kwargs))
+        expected = operator(*meta_args, **meta_kwargs)
+        if hollow.is_large(args, kwargs):
+            result = expected
+        else:
+            cpu_args, cpu_kwargs = on_cpu((args, kwargs))
+            result = reference(*cpu_args, **cpu_kwargs)
         require(_forms(result) == _forms(expected), name, f"{_forms(result)}, but the meta kernel {_forms(expected)}")
-        return on_npu(result, device)
+        result = on_npu(result, device)
+        launch(f"npu::{name}", [args, kwargs], result, device)
+        return result
 
     return kernel
-
-
-def _to_meta(value):
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
 
 
 def _forms(result):

@@ -17,7 +17,7 @@ test-npu-sim: $(NPU_BUILD)/done
 	LD_LIBRARY_PATH=$(CURDIR)/$(NPU_BUILD)/runtime $(NPU_ENVIRONMENT) $(NPU_PYTEST) tests/npu_sim \
 		--ignore tests/npu_sim/test_floor.py
 
-$(NPU_BUILD)/done: tests/npu_sim/build.py $(wildcard tests/npu_sim/src/*.c) $(NPU_VENV)/done
+$(NPU_BUILD)/done: tests/npu_sim/build.py $(wildcard tests/npu_sim/src/*.[ch]) $(NPU_VENV)/done
 	$(NPU_RUN) tests/npu_sim/build.py $(NPU_BUILD)
 	touch $@
 

@@ -14,6 +14,7 @@ from hyper_parallel.platform.platform import Platform
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [path for where in ("README*.md", "docs/*.md", "platform/*/README.md") for path in sorted(ROOT.glob(where))]
 FRAMEWORKS = {"torch", "mindspore"}
+REFERENCE_ENTRY = r"^::: hyper_parallel\.(\S+)\n(?:    options:\n      heading: (\w+)\n)?"
 
 
 def name_of(path):
@@ -77,6 +78,17 @@ def test_python_blocks_compile_and_import_public_names(document):
         assert set(names_imported_from_us(block)) <= set(hyper_parallel.__all__)
 
 
+def test_the_reference_has_every_public_name():
+    reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    listed = {heading or path.split(".")[-1] for path, heading in re.findall(REFERENCE_ENTRY, reference, re.M)}
+    assert listed == set(hyper_parallel.__all__)
+
+
+def test_the_site_shows_every_page_of_docs():
+    navigation = (ROOT / "docs" / "site" / "mkdocs.yml").read_text(encoding="utf-8")
+    assert not [path.name for path in ROOT.glob("docs/*.md") if f" docs/{path.name}\n" not in navigation]
+
+
 def test_readme_shows_an_example_per_framework():
     torch_example, mindspore_example = fenced_blocks(ROOT / "README.md", "python")
     assert "torch" in set(imported_modules(torch_example))
@@ -91,9 +103,9 @@ def test_readmes_show_the_same_code():
 
 
 def test_index_arithmetic_example_holds():
-    blocks = fenced_blocks(ROOT / "docs" / "expert_parallel.md", "python")
+    blocks = fenced_blocks(ROOT / "docs" / "architecture.md", "python")
     (example,) = [block for block in blocks if block.startswith("# Runs in one process")]
-    exec(compile(example, "docs/expert_parallel.md", "exec"), {})
+    exec(compile(example, "docs/architecture.md", "exec"), {})
 
 
 def test_architecture_lists_every_verb_of_a_platform():

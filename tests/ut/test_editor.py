@@ -26,7 +26,11 @@ def found(*lines):
 def test_every_public_name_leads_to_its_source(name):
     (source,) = found(f"from hyper_parallel import {name}")
     assert PACKAGE in source.module_path.parents and source.module_path != PACKAGE / "__init__.py"
-    assert source.type in ("class", "function") and source.docstring(raw=True)
+    # The only public value among classes and functions; a comment above says what it is.
+    if name == "ops_to_save":
+        assert source.type == "statement"
+    else:
+        assert source.type in ("class", "function") and source.docstring(raw=True)
 
 
 def test_a_method_of_a_style_leads_to_its_source():

@@ -3,9 +3,11 @@
 Shape suffixes: R rows, E experts, H hidden size, D model size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hyper_parallel.core.types import Tensor
+from hyper_parallel.core.types import Module, Tensor
 from hyper_parallel.platform.platform import Platform
 
 __all__ = [
@@ -38,7 +40,7 @@ class FeedForwardShapes:
     dim: int
 
 
-def check_ready(platform, module, style):
+def check_ready(platform: Platform, module: Module, style: str) -> None:
     """Raise unless ``module`` is one that a style may still be applied to.
 
     Raises:
@@ -55,7 +57,7 @@ def check_ready(platform, module, style):
         raise ValueError(f"{style}: forward was replaced on this object; apply the style before you do that")
 
 
-def experts_shapes(platform, module, style, extra_parameters=False):
+def experts_shapes(platform: Platform, module: Module, style: str, extra_parameters: bool = False) -> ExpertShapes:
     """Return the sizes of an experts module that is ready to be sharded.
 
     Args:
@@ -79,7 +81,7 @@ def experts_shapes(platform, module, style, extra_parameters=False):
     return shapes
 
 
-def feed_forward_shapes(platform, module, style):
+def feed_forward_shapes(platform: Platform, module: Module, style: str) -> FeedForwardShapes | None:
     """Return the sizes of a dense SwiGLU module with linear layers w1, w2, w3, or None if ``module`` is not one.
 
     Raises:
@@ -99,13 +101,13 @@ def feed_forward_shapes(platform, module, style):
     return FeedForwardShapes(hidden_dim, dim)
 
 
-def _check_whole(platform, parameters, style):
+def _check_whole(platform: Platform, parameters: dict[str, Any], style: str) -> None:
     sharded = [name for name, parameter in parameters.items() if platform.is_sharded(parameter)]
     if sharded:
         raise RuntimeError(f"{style}: parameters {sharded} are already laid out over a mesh; apply the style first")
 
 
-def _weight_shapes(parameters, style):
+def _weight_shapes(parameters: dict[str, Any], style: str) -> ExpertShapes:
     w1, w2, w3 = (tuple(parameters[name].shape) for name in WEIGHTS)
     if len(w1) != 3 or w3 != w1 or w2 != (w1[0], w1[2], w1[1]):
         raise ValueError(
@@ -114,7 +116,9 @@ def _weight_shapes(parameters, style):
     return ExpertShapes(num_experts=w1[0], hidden_dim=w1[1], dim=w1[2])
 
 
-def _check_other_parameters(platform, module, parameters, style, num_experts):
+def _check_other_parameters(
+    platform: Platform, module: Module, parameters: dict[str, Any], style: str, num_experts: int | None
+) -> None:
     """Parameters that the style would not shard would silently get gradients of one rank's tokens only."""
     others = [name for name in parameters if name not in WEIGHTS]
     if num_experts is not None:
@@ -161,7 +165,7 @@ def check_inputs(
     return platform.int_tensor(counts, like=x_RD)
 
 
-def check_counts(counts, num_rows):
+def check_counts(counts: Sequence[int], num_rows: int) -> None:
     """Raise ``ValueError`` unless ``counts`` (host ints) are not negative and sum to the number of rows."""
     if counts and min(counts) < 0:
         raise ValueError(f"num_tokens_per_expert must not be negative, got {counts}")

@@ -5,13 +5,20 @@ Shape suffixes: R rows, E experts, H hidden size, D model size; K experts per to
 
 from typing import Any
 
-from hyper_parallel.core.expert_parallel.checks import FeedForwardShapes, experts_shapes, feed_forward_shapes
+from hyper_parallel.core.expert_parallel.checks import (
+    ExpertShapes,
+    FeedForwardShapes,
+    experts_shapes,
+    feed_forward_shapes,
+)
 from hyper_parallel.core.expert_parallel.exchange import DedupExchange, Exchange, Places, SplitExchange
 from hyper_parallel.core.expert_parallel.exchange.rows import return_rows, send_rows
 from hyper_parallel.core.expert_parallel.experts_style import ExpertsStyle
-from hyper_parallel.core.expert_parallel.sharded import ShardedFeedForward
-from hyper_parallel.core.placement_types import Shard
+from hyper_parallel.core.expert_parallel.sharded import Sharded, ShardedFeedForward
+from hyper_parallel.core.placement_types import Placement, Shard
+from hyper_parallel.core.types import Mesh, Module, Tensor
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.platform import Platform
 
 __all__ = [
     "HIDDEN_DIM",
@@ -35,25 +42,26 @@ class ExpertParallel(ExpertsStyle):
 
     mesh_dim_names: tuple[str, ...] = ("ep",)
 
-    def _shapes(self, platform, module):
+    def _shapes(self, platform: Platform, module: Module) -> ExpertShapes:
         return experts_shapes(platform, module, type(self).__name__, extra_parameters=self.mesh_dim_names == ("ep",))
 
-    def _placements(self, parameter):
+    def _placements(self, parameter: str) -> tuple[Placement, ...]:
         return (Shard(0),)
 
-    def _token_dispatch(self, mod, inputs, device_mesh):
-        return send_rows(get_platform(mod), *inputs, device_mesh)
+    def _token_dispatch(self, mod: Module, inputs: tuple, device_mesh: Mesh | None) -> tuple[tuple, Any]:
+        x_RD, counts_E, scores_R = inputs
+        return send_rows(get_platform(mod), x_RD, counts_E, scores_R, device_mesh)
 
-    def _token_combine(self, mod, outputs, device_mesh, trip):
+    def _token_combine(self, mod: Module, outputs: Tensor, device_mesh: Mesh | None, trip: Any) -> Tensor:
         return return_rows(get_platform(mod), outputs, trip, device_mesh)
 
-    def _replaces_bare_dispatch_only(self):
+    def _replaces_bare_dispatch_only(self) -> bool:
         of_style, ours = type(self), ExpertParallel
         replaced = [name for name in ("_token_dispatch", "_token_combine") if _differs(of_style, ours, name)]
         return bool(replaced) and not _differs(of_style, ExpertsStyle, "make_exchange")
 
 
-def _differs(cls, base, name):
+def _differs(cls: type, base: type, name: str) -> bool:
     return getattr(cls, name) is not getattr(base, name)
 
 
@@ -71,23 +79,23 @@ class TensorParallel(ExpertsStyle):
 
     mesh_dim_names: tuple[str, ...] = ("tp",)
 
-    def __init__(self, *, reduce_dtype: Any = None):
+    def __init__(self, *, reduce_dtype: Any = None) -> None:
         super().__init__()
         self.reduce_dtype = reduce_dtype
 
-    def _shapes(self, platform, module):
+    def _shapes(self, platform: Platform, module: Module) -> Any:
         shapes = feed_forward_shapes(platform, module, type(self).__name__)
         return super()._shapes(platform, module) if shapes is None else shapes
 
-    def _bind(self, shapes, platform, device_mesh, name):
+    def _bind(self, shapes: Any, platform: Platform, device_mesh: Mesh, name: str) -> Sharded:
         if not isinstance(shapes, FeedForwardShapes):
             return super()._bind(shapes, platform, device_mesh, name)
         return ShardedFeedForward(self, platform, name, shapes, device_mesh, None, device_mesh)
 
-    def _placements(self, parameter):
+    def _placements(self, parameter: str) -> tuple[Placement, ...]:
         return (Shard(HIDDEN_DIM[parameter]),)
 
-    def _partition_fn(self, name, mod, device_mesh):
+    def _partition_fn(self, name: str, mod: Module, device_mesh: Mesh) -> None:
         platform = get_platform(mod)
         layers = {child: layer for child, layer in platform.named_modules(mod) if child in HIDDEN_DIM}
         if not layers:
@@ -111,11 +119,11 @@ class ExpertTensorParallel(ExpertParallel):
 
     mesh_dim_names = ("ep", "tp")
 
-    def __init__(self, *, reduce_dtype: Any = None):
+    def __init__(self, *, reduce_dtype: Any = None) -> None:
         super().__init__()
         self.reduce_dtype = reduce_dtype
 
-    def _placements(self, parameter):
+    def _placements(self, parameter: str) -> tuple[Placement, ...]:
         return (Shard(0), Shard(HIDDEN_DIM[parameter]))
 
 

@@ -9,7 +9,7 @@ from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, RowsE
 from hyper_parallel.core.expert_parallel.sharded import Sharded, ShardedExperts
 from hyper_parallel.core.parallel_style import ParallelStyle
 from hyper_parallel.core.placement_types import Placement
-from hyper_parallel.core.types import Mesh, Module, Tensor
+from hyper_parallel.core.types import Mesh, Module, SameModule, Tensor
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Platform
 
@@ -41,10 +41,11 @@ class ExpertsStyle(ParallelStyle):
                 raise ValueError(f"{style}: {what} ({size}) must be divisible by the {axis} degree ({degree})")
         return shapes
 
-    def apply(self, module: Module, device_mesh: Mesh) -> Module:
+    def apply(self, module: SameModule, device_mesh: Mesh) -> SameModule:
         """Shard an experts module in place, so that it computes on every rank what one device computes.
 
-        Every rank of the mesh calls this. The weights of the mesh's first rank are the ones that are laid out.
+        Every rank of the mesh calls this. The weights of the mesh's first rank are the ones that are laid out. After
+        an error the module is as it was.
         Afterwards ``module(x, num_tokens_per_expert, scores=None)`` takes the rows of this ep coordinate, counts over
         all experts, and gives complete outputs and gradients; see ``GroupedExperts`` for the shapes.
 
@@ -58,7 +59,6 @@ class ExpertsStyle(ParallelStyle):
         Raises:
             TypeError: not a module, or a mesh of another framework.
             ValueError: mesh names, parameter shapes, or sizes that do not divide. RuntimeError: a second ``apply``.
-            After an error the module is as it was.
         """
         shapes, platform = self.validate(module, device_mesh), get_platform(module)
         sharded = self._bind(shapes, platform, device_mesh, type(module).__name__)
@@ -73,7 +73,7 @@ class ExpertsStyle(ParallelStyle):
         """
         return RowsExchange(places)
 
-    def _bind(self, shapes, platform: Platform, device_mesh: Mesh, name: str) -> Sharded:
+    def _bind(self, shapes: Any, platform: Platform, device_mesh: Mesh, name: str) -> Sharded:
         axes = {axis: self._axis(device_mesh, axis) for axis in ("ep", "tp")}
         shared = {axis: None if mesh is None or mesh.size() == 1 else mesh for axis, mesh in axes.items()}
         places = Places(platform, shapes.num_experts, shared["ep"], shared["tp"])

@@ -17,8 +17,8 @@ def update_expert_bias(platform: Platform, moe: Any, device_mesh: Mesh | None = 
     ``bias += rate * sign(mean load - load)`` (Wang et al. 2024, algorithm 1).
     """
     load_E = moe.tokens_per_expert
-    for axis in range(0 if device_mesh is None else device_mesh.ndim):
-        group = device_mesh.get_group(axis)
+    groups = [] if device_mesh is None else [device_mesh.get_group(axis) for axis in range(device_mesh.ndim)]
+    for group in groups:
         load_E = platform.sum_over_group(load_E, group, "update_expert_bias: sum of the loads")
     load_E = load_E * 1.0
     mean = load_E.sum(0) / load_E.shape[0]

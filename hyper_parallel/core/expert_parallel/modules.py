@@ -22,17 +22,18 @@ class GroupedExpertsBase:
 
     Weights are drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in)).
 
-    Args:
-        dim: D, size of a row.
-        hidden_dim: H, hidden size of an expert.
-        num_experts: E.
-
     Parameters: w1 and w3 ``[E, H, D]``, w2 ``[E, D, H]``.
     """
 
     platform: Platform
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
+        """
+        Args:
+            dim: D, size of a row.
+            hidden_dim: H, hidden size of an expert.
+            num_experts: E.
+        """
         super().__init__()
         self.w1 = self._weight("w1", num_experts, hidden_dim, dim)
         self.w2 = self._weight("w2", num_experts, dim, hidden_dim)
@@ -61,15 +62,15 @@ class GroupedExpertsBase:
 
 
 class FeedForwardBase:
-    """Dense SwiGLU ``w2(silu(w1 x) * (w3 x))`` without biases, on ``[..., dim]``.
-
-    Args:
-        dim: D. hidden_dim: H.
-    """
+    """Dense SwiGLU ``w2(silu(w1 x) * (w3 x))`` without biases, on ``[..., dim]``."""
 
     platform: Platform
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
+        """
+        Args:
+            dim: D. hidden_dim: H.
+        """
         super().__init__()
         self.w1 = self._linear(dim, hidden_dim)
         self.w2 = self._linear(hidden_dim, dim)
@@ -85,19 +86,7 @@ class FeedForwardBase:
 
 
 class RouterBase:
-    """Each token chooses its ``top_k`` experts by a linear gate.
-
-    Args:
-        dim: D. num_experts: E. top_k: K.
-        score_func: "softmax" over all experts, or "sigmoid" of each; formed in fp32.
-        route_norm: divide a token's K scores by their sum.
-        route_scale: factor for the scores.
-        num_expert_groups: cut the experts into this many groups, of which a token
-        num_limited_groups: may use this many: those whose two best experts score highest together.
-
-    Raises:
-        ValueError: sizes or names that no router can have.
-    """
+    """Each token chooses its ``top_k`` experts by a linear gate."""
 
     platform: Platform
 
@@ -112,6 +101,18 @@ class RouterBase:
         num_expert_groups: int | None = None,
         num_limited_groups: int | None = None,
     ) -> None:
+        """
+        Args:
+            dim: D. num_experts: E. top_k: K.
+            score_func: "softmax" over all experts, or "sigmoid" of each; formed in fp32.
+            route_norm: divide a token's K scores by their sum.
+            route_scale: factor for the scores.
+            num_expert_groups: cut the experts into this many groups, of which a token
+            num_limited_groups: may use this many: those whose two best experts score highest together.
+
+        Raises:
+            ValueError: sizes or names that no router can have.
+        """
         super().__init__()
         check_router(num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
         self.gate = self._linear(dim, num_experts)
@@ -137,24 +138,15 @@ class MoEBase:
     Shard it with ``ExpertTensorParallel().apply(moe.experts, mesh)``; the layer then sums over tp once, on ``[T, D]``.
     ``TensorParallel().apply(moe.shared_experts, mesh["tp"])`` brings the shared expert into that same sum.
 
-    Args:
-        dim: D. hidden_dim: H of one expert. num_experts: E. top_k: experts per token.
-        num_shared_experts: size of the shared expert, in units of hidden_dim; 0 for none.
-        score_position: scores multiply rows "inside" the experts (before w2; no memory of its own), "before" or
-            "after" them. Inside and after mean the same, apart from rounding.
-        bias_update_rate: step of the expert bias, see :meth:`update_expert_bias`; None for no bias.
-        score_func, route_norm, route_scale, num_expert_groups, num_limited_groups: of ``TokenChoiceTopKRouter``.
-
     Attributes:
         tokens_per_expert: int64 [E], rows routed to each expert by this rank since the last update. Counted when the
             backward pass comes by: once per step, whether or not the layer is recomputed, and not in evaluation.
         expert_bias: fp32 [E] or None.
-
-    Raises:
-        ValueError: sizes or names that no layer can have.
     """
 
     platform: Platform
+    tokens_per_expert: Tensor
+    expert_bias: Tensor | None
     # The platform's other modules.
     router_class: type
     experts_class: type
@@ -176,6 +168,18 @@ class MoEBase:
         num_expert_groups: int | None = None,
         num_limited_groups: int | None = None,
     ) -> None:
+        """
+        Args:
+            dim: D. hidden_dim: H of one expert. num_experts: E. top_k: experts per token.
+            num_shared_experts: size of the shared expert, in units of hidden_dim; 0 for none.
+            score_position: scores multiply rows "inside" the experts (before w2; no memory of its own), "before" or
+                "after" them. Inside and after mean the same, apart from rounding.
+            bias_update_rate: step of the expert bias, see :meth:`update_expert_bias`; None for no bias.
+            score_func, route_norm, route_scale, num_expert_groups, num_limited_groups: of ``TokenChoiceTopKRouter``.
+
+        Raises:
+            ValueError: sizes or names that no layer can have.
+        """
         super().__init__()
         if score_position not in ("before", "inside", "after"):
             raise ValueError(f'score_position must be "before", "inside" or "after", got {score_position!r}')

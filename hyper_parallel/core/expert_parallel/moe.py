@@ -3,15 +3,19 @@
 Shape suffixes: T tokens, K experts per token, R rows of this rank's experts, D model size.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, Routing, RowsExchange
 from hyper_parallel.core.expert_parallel.sharded import Caller, ShardedExperts
-from hyper_parallel.core.types import Tensor
+from hyper_parallel.core.types import Group, Module, Tensor
 from hyper_parallel.platform.platform import Platform
 
 __all__ = ["mixture_of_experts"]
+
+# (rows_RD, counts_L, scores_R or None) -> rows: the experts of this rank on local rows.
+LocalExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
@@ -34,8 +38,11 @@ def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
     return y_TD if len(x.shape) == 2 else y_TD.reshape(tuple(x.shape))
 
 
-def _through_experts(platform, moe, x_TD, scores_TK, selected_TK):
+def _through_experts(platform: Platform, moe: Any, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor) -> Tensor:
     """What follows the routing, whatever way the tokens travel, and a sharded shared expert."""
+    sharded = platform.sharded(moe.experts)
+    if isinstance(sharded, ShardedExperts):
+        sharded.check_replicated(tokens=x_TD, scores=scores_TK)
     setting = _Setting.of(platform, moe)
     exchange, shared_experts = setting.exchange, moe.shared_experts
     routing = Routing(*platform.sort_by_expert(selected_TK, moe.router.num_experts))
@@ -54,7 +61,9 @@ def _through_experts(platform, moe, x_TD, scores_TK, selected_TK):
     return y_TD + shared_experts(x_TD) if has_own_sum and not setting.holds_shared_experts else y_TD
 
 
-def _scored_experts(platform, moe, experts, rows_RD, counts_L, scores_R):
+def _scored_experts(
+    platform: Platform, moe: Any, experts: LocalExperts, rows_RD: Tensor, counts_L: Tensor, scores_R: Tensor
+) -> Tensor:
     """Call the experts with the scores where the layer wants them."""
     if moe.score_position == "inside":
         return experts(rows_RD, counts_L, scores_R)
@@ -68,20 +77,20 @@ class _Setting:
     """How the experts of one layer are reached.
 
     Attributes:
-        call: ``(rows_RD, counts_L, scores_R or None) -> rows``, the experts on local rows.
+        call: the experts on local rows.
         tp_group: over which the layer sums, both ways, once, on [T, D]; None where nothing is left to sum.
         holds_shared_experts: the shared expert's output is a term of that same sum.
     """
 
     platform: Platform
     exchange: Exchange
-    call: Any
-    tp_group: Any = None
+    call: LocalExperts
+    tp_group: Group = None
     reduce_dtype: Any = None
     holds_shared_experts: bool = False
 
     @staticmethod
-    def of(platform, moe):
+    def of(platform: Platform, moe: Any) -> "_Setting":
         experts, sharded = moe.experts, platform.sharded(moe.experts)
         if not isinstance(sharded, ShardedExperts):
             exchange = RowsExchange(Places(platform, moe.router.num_experts, None, None))
@@ -92,7 +101,7 @@ class _Setting:
                 "travel by the exchange that the style's make_exchange returns: give it one (docs/adding_a_style.md)"
             )
 
-        def call(rows, counts, scores):
+        def call(rows: Tensor, counts: Tensor, scores: Tensor | None) -> Tensor:
             return experts(rows, counts, scores, Caller.MOE_LAYER)
 
         group = None if sharded.exchange.sums_over_tp else sharded.tp_group
@@ -100,14 +109,14 @@ class _Setting:
         holds_shared = group is not None and shared is not None and shared.tp_group == group
         return _Setting(platform, sharded.exchange, call, group, sharded.style.reduce_dtype, holds_shared)
 
-    def enter(self, x, what="tokens"):
+    def enter(self, x: Tensor, what: str = "tokens") -> Tensor:
         """Into the part of the layer whose values are terms of a sum over tp."""
         if self.tp_group is None:
             return x
         name = f"moe: sum of the {what}' gradient over tp"
         return self.platform.copy_to_group(x, self.tp_group, name, self.reduce_dtype)
 
-    def leave(self, y_TD):
+    def leave(self, y_TD: Tensor) -> Tensor:
         """Out of it, with the sum."""
         if self.tp_group is None:
             return y_TD
@@ -115,12 +124,12 @@ class _Setting:
         return self.platform.reduce_from_group(y_TD, self.tp_group, name, self.reduce_dtype)
 
 
-def _called(experts, rows, counts, scores):
+def _called(experts: Module, rows: Tensor, counts: Tensor, scores: Tensor | None) -> Tensor:
     # Experts that take no scores must still work for calls without them.
     return experts(rows, counts) if scores is None else experts(rows, counts, scores)
 
 
-def _product(sizes):
+def _product(sizes: Iterable[int]) -> int:
     product = 1
     for size in sizes:
         product *= size

@@ -21,7 +21,7 @@ def check_router(
         raise ValueError(f'score_func must be "softmax" or "sigmoid", got {score_func!r}')
     if (num_expert_groups is None) != (num_limited_groups is None):
         raise ValueError("num_expert_groups and num_limited_groups must be given together")
-    if num_expert_groups is None:
+    if num_expert_groups is None or num_limited_groups is None:
         return
     if num_experts % num_expert_groups or num_experts // num_expert_groups < 2:
         raise ValueError(f"num_experts ({num_experts}) must fill num_expert_groups ({num_expert_groups}) of at least 2")
@@ -56,7 +56,7 @@ def route(platform: Platform, router: Any, x_TD: Tensor, expert_bias_E: Tensor |
     return scores_TK * router.route_scale, selected_TK
 
 
-def _limit_to_groups(platform, wanted_TE, num_groups, num_limited):
+def _limit_to_groups(platform: Platform, wanted_TE: Tensor, num_groups: int, num_limited: int) -> Tensor:
     """Put experts outside of each token's best groups out of reach; a group is worth its two best experts
     (DeepSeek-V3, section 2.1.2)."""
     num_tokens, num_experts = wanted_TE.shape

@@ -92,9 +92,9 @@ class Sharded:
         if group is None:
             return forward(*inputs)
         names = (f"experts: sum of the {what}' gradient over tp" for what in ("rows", "scores"))
-        inputs = [self.platform.copy_to_group(x, group, name, dtype) for x, name in zip(inputs, names)]
+        entered = [self.platform.copy_to_group(x, group, name, dtype) for x, name in zip(inputs, names)]
         name = "experts: sum of the output rows over tp"
-        return self.platform.reduce_from_group(forward(*inputs), group, name, dtype)
+        return self.platform.reduce_from_group(forward(*entered), group, name, dtype)
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
@@ -135,19 +135,27 @@ class ShardedExperts(Sharded):
     shapes: ExpertShapes
     exchange: Exchange | None
 
-    def local(self, local_forward, x_RD, num_tokens_per_expert, scores=None):
+    def local(
+        self, local_forward: Callable, x_RD: Tensor, num_tokens_per_expert: Tensor, scores: Tensor | None = None
+    ) -> Tensor:
         # A module that takes no scores must still work for calls without them.
-        scores = () if scores is None else (scores,)
-        return local_forward(x_RD, num_tokens_per_expert, *scores)
+        return local_forward(x_RD, num_tokens_per_expert, *(() if scores is None else (scores,)))
 
-    def whole(self, mod, local_forward, x, num_tokens_per_expert, scores=None):
+    def whole(
+        self,
+        mod: Module,
+        local_forward: Callable,
+        x: Tensor,
+        num_tokens_per_expert: Tensor,
+        scores: Tensor | None = None,
+    ) -> Tensor:
         """Rows of this ep coordinate sorted by expert, counts over all experts -> their outputs, in the same order."""
         num_tokens_per_expert = check_inputs(self.platform, self.shapes, x, num_tokens_per_expert, scores)
         self.check_replicated(x=x, num_tokens_per_expert=num_tokens_per_expert, scores=scores)
         inputs, trip = self.style._token_dispatch(mod, (x, num_tokens_per_expert, scores), self.ep_mesh)
         x_RD, counts_L, scores_R = inputs
 
-        def forward(x_RD, scores_R=None):
+        def forward(x_RD: Tensor, scores_R: Tensor | None = None) -> Tensor:
             return self.local(local_forward, x_RD, counts_L, scores_R)
 
         rows_RD = self.summed_over_tp(forward, *((x_RD,) if scores_R is None else (x_RD, scores_R)))
@@ -160,8 +168,8 @@ class ShardedFeedForward(Sharded):
 
     shapes: FeedForwardShapes
 
-    def local(self, local_forward, x):
+    def local(self, local_forward: Callable, x: Tensor) -> Tensor:
         return local_forward(x)
 
-    def whole(self, mod, local_forward, x, **keywords):
+    def whole(self, mod: Module, local_forward: Callable, x: Tensor, **keywords: Any) -> Tensor:
         return self.summed_over_tp(lambda x: local_forward(x, **keywords), x)

@@ -2,7 +2,7 @@
 
 from mindspore import Layout
 
-from hyper_parallel.core.placement_types import Replicate, Shard, placement_from
+from hyper_parallel.core.placement_types import Placement, Replicate, Shard, placement_from
 
 __all__ = ["to_layout", "from_layout"]
 
@@ -18,7 +18,7 @@ def to_layout(device_mesh, placements, ndim):
         raise ValueError("a Layout names its mesh axes: pass mesh_dim_names to init_device_mesh")
     if len(placements) != device_mesh.ndim:
         raise ValueError(f"expected {device_mesh.ndim} placements, one per mesh axis, got {len(placements)}")
-    axes_of_dim = [[] for _ in range(ndim)]
+    axes_of_dim: list[list[str]] = [[] for _ in range(ndim)]
     for name, placement in zip(device_mesh.mesh_dim_names, placements):
         if placement.is_partial():
             raise ValueError(f"mesh axis {name!r} is Partial, which a MindSpore Layout cannot say; reduce it first")
@@ -38,7 +38,7 @@ def from_layout(layout):
     """
     described = layout.to_dict()
     num_axes = len(described["device_matrix"])
-    placements = [Replicate()] * num_axes
+    placements: list[Placement] = [Replicate()] * num_axes
     for dim, axes in enumerate(described["tensor_map"]):
         axes = axes if isinstance(axes, (tuple, list)) else (axes,)
         # MindSpore counts axes from the right; -1 stands for none.

@@ -24,9 +24,11 @@ class MindSporePlatform(Platform):
     def is_mesh(self, obj):
         return isinstance(obj, device_mesh.DeviceMesh)
 
-    def public_class(self, name):
+    def public_object(self, name):
         if name == "DeviceMesh":
             return device_mesh.DeviceMesh
+        if name == "ops_to_save":
+            raise AttributeError("ops_to_save belongs to torch; MindSpore recomputes whole cells and keeps no operator")
         from hyper_parallel.platform.mindspore import modules
 
         return getattr(modules, name)
@@ -93,6 +95,9 @@ class MindSporePlatform(Platform):
     def int_tensor(self, values, like):
         return host.int_tensor(values)
 
+    def int_tensors(self, arrays, like):
+        return [host.int_tensor(values) for values in arrays]
+
     def made_by_host(self, tensor):
         return host.made_by_host(tensor)
 
@@ -142,6 +147,9 @@ class MindSporePlatform(Platform):
 
     def nonzero(self, x, num_nonzero):
         return device.routing().nonzero(x, num_nonzero)
+
+    def floor_divide(self, x, divisor):
+        return x // divisor
 
     def to_int(self, x):
         return x.astype(ms.int64)

@@ -23,7 +23,12 @@ __all__ = [
     "ReduceFromGroup",
     "SplitOverGroup",
     "GatherFromGroup",
+    "ops_to_save",
 ]
+
+ops_to_save = [compat.ALL_TO_ALL]
+"""Operators for the policy of torch's selective checkpointing: with their results kept, recomputation sends no tokens
+again."""
 
 
 # Long against the time that a thread waits for a crowded core.

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-__all__ = ["int_tensor", "made_by_host", "on_host", "to_host"]
+__all__ = ["int_tensor", "int_tensors", "made_by_host", "on_host", "to_host"]
 
 # Attribute of a tensor that was made from host values: they need not be copied back to be read.
 HOST_VALUES = "_hyper_parallel_host_values"
@@ -30,7 +30,16 @@ def to_host(*tensors):
 
 def int_tensor(values, like):
     """An int64 tensor of host values on the device of ``like``, which remembers them."""
-    values = np.asarray(values, np.int64)
-    tensor = torch.as_tensor(values).to(like.device, non_blocking=True)
-    setattr(tensor, HOST_VALUES, values)
-    return tensor
+    return int_tensors([values], like)[0]
+
+
+def int_tensors(arrays, like):
+    """Several such tensors, in one copy. It is from pinned memory, for the host would wait for any other."""
+    arrays = [np.asarray(values, np.int64) for values in arrays]
+    uploaded = torch.as_tensor(np.concatenate(arrays))
+    if like.device.type not in ("cpu", "meta"):
+        uploaded = uploaded.pin_memory().to(like.device, non_blocking=True)
+    tensors = uploaded.split([len(values) for values in arrays])
+    for tensor, values in zip(tensors, arrays):
+        setattr(tensor, HOST_VALUES, values)
+    return tensors

@@ -1,85 +1,94 @@
 """The public modules for PyTorch: parameters, buffers, and ``forward``. The rest is in ``core.expert_parallel``."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed.tensor as dt
 from torch import nn
 
 from hyper_parallel.core.expert_parallel.modules import FeedForwardBase, GroupedExpertsBase, MoEBase, RouterBase
+from hyper_parallel.core.types import Mesh
 from hyper_parallel.platform.torch import PLATFORM
 
 __all__ = ["FeedForward", "GroupedExperts", "MoE", "TokenChoiceTopKRouter"]
 
 
 class GroupedExperts(GroupedExpertsBase, nn.Module):
-    __doc__ = GroupedExpertsBase.__doc__
+    """All experts of a MoE layer in three stacked weights, as a ``torch.nn.Module``; see ``GroupedExpertsBase``."""
+
     platform = PLATFORM
     forward = GroupedExpertsBase.run
 
-    def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
-        super().__init__(dim, hidden_dim, num_experts)
-        self.reset_parameters()
+    def _weight(self, name: str, num_experts: int, out_features: int, in_features: int) -> nn.Parameter:
+        weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        _draw(weight)
+        return weight
 
-    def _weight(self, name, num_experts, out_features, in_features):
-        return nn.Parameter(torch.empty(num_experts, out_features, in_features))
-
-    @torch.no_grad()
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         """Draw every weight from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), as ``nn.Linear`` does.
 
         Sharded weights get their part of the same draw, so ranks with the same random state end up with what one
         device has; each weight is whole on every rank while it is drawn.
         """
         for weight in (self.w1, self.w2, self.w3):
-            bound = 1 / math.sqrt(weight.shape[2])
-            if not isinstance(weight, dt.DTensor):
-                weight.uniform_(-bound, bound)
-                continue
-            whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.to_local().device)
-            whole.uniform_(-bound, bound)
-            weight.copy_(dt.distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))
+            _draw(weight)
+
+
+@torch.no_grad()
+def _draw(weight: nn.Parameter) -> None:
+    bound = 1 / math.sqrt(weight.shape[2])
+    if not isinstance(weight, dt.DTensor):
+        weight.uniform_(-bound, bound)
+        return
+    whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.to_local().device)
+    whole.uniform_(-bound, bound)
+    weight.copy_(dt.distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))
 
 
 class FeedForward(FeedForwardBase, nn.Module):
-    __doc__ = FeedForwardBase.__doc__
+    """Dense SwiGLU, as a ``torch.nn.Module``; see ``FeedForwardBase``."""
+
     platform = PLATFORM
     forward = FeedForwardBase.run
 
-    def _linear(self, in_features, out_features):
+    def _linear(self, in_features: int, out_features: int) -> nn.Linear:
         return nn.Linear(in_features, out_features, bias=False)
 
 
 class TokenChoiceTopKRouter(RouterBase, nn.Module):
-    __doc__ = RouterBase.__doc__
+    """The router of a MoE layer, as a ``torch.nn.Module``; see ``RouterBase``."""
+
     platform = PLATFORM
     forward = RouterBase.run
 
-    def _linear(self, in_features, out_features):
+    def _linear(self, in_features: int, out_features: int) -> nn.Linear:
         return nn.Linear(in_features, out_features, bias=False)
 
 
 class MoE(MoEBase, nn.Module):
-    __doc__ = MoEBase.__doc__
+    """A Mixture-of-Experts layer, as a ``torch.nn.Module``; see ``MoEBase``."""
+
     platform = PLATFORM
     forward = MoEBase.run
     router_class, experts_class, feed_forward_class = TokenChoiceTopKRouter, GroupedExperts, FeedForward
 
     @torch.no_grad()
-    def update_expert_bias(self, device_mesh=None):
+    def update_expert_bias(self, device_mesh: Mesh | None = None) -> None:
         super().update_expert_bias(device_mesh)
 
-    def _make_buffers(self, num_experts):
+    def _make_buffers(self, num_experts: int) -> None:
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         bias = None if self.bias_update_rate is None else torch.zeros(num_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias)
 
-    def _apply(self, fn, *args, **kwargs):
+    def _apply(self, fn: Callable, *args: Any, **kwargs: Any) -> "MoE":
         # A bias in bfloat16 would lose its updates: they are small beside it. It follows to a device, not to a dtype.
         bias, had_memory = self.expert_bias, not self.tokens_per_expert.is_meta
         super()._apply(fn, *args, **kwargs)
         if bias is not None:
-            moved = self.expert_bias
+            moved: torch.Tensor = self.expert_bias
             self.expert_bias = bias.to(moved.device) if had_memory and not moved.is_meta else moved.float()
         if not had_memory and not self.tokens_per_expert.is_meta:  # to_empty(); no reset_parameters() fills these
             for buffer in self.buffers(recurse=False):

@@ -26,9 +26,11 @@ class TorchPlatform(Platform):
     def is_mesh(self, obj):
         return isinstance(obj, DeviceMesh)
 
-    def public_class(self, name):
+    def public_object(self, name):
         if name == "DeviceMesh":
             return DeviceMesh
+        if name == "ops_to_save":
+            return collectives.ops_to_save
         from hyper_parallel.platform.torch import modules
 
         return getattr(modules, name)
@@ -102,6 +104,9 @@ class TorchPlatform(Platform):
     def int_tensor(self, values, like):
         return host.int_tensor(values, like)
 
+    def int_tensors(self, arrays, like):
+        return host.int_tensors(arrays, like)
+
     def made_by_host(self, tensor):
         return host.made_by_host(tensor)
 
@@ -154,13 +159,16 @@ class TorchPlatform(Platform):
         return routing.multi_hot(index_TK, size)
 
     def nonzero(self, x, num_nonzero):
-        return routing.nonzero(x, num_nonzero)
+        return device.routing(x).nonzero(x, num_nonzero)
+
+    def floor_divide(self, x, divisor):
+        return device.routing(x).floor_divide(x, divisor)
 
     def to_int(self, x):
         return x.to(torch.int64)
 
     def sort_by_expert(self, selected_TK, num_experts):
-        return routing.sort_by_expert(selected_TK, num_experts)
+        return device.routing(selected_TK).sort_by_expert(selected_TK, num_experts)
 
     def scale_rows(self, x_RD, scores_R):
         return device.rows(x_RD).scale_rows(x_RD, scores_R)

@@ -12,6 +12,7 @@ from hyper_parallel.platform.torch import collectives
 __all__ = [
     "count_in_backward",
     "digests",
+    "floor_divide",
     "multi_hot",
     "nonzero",
     "probabilities",
@@ -40,6 +41,11 @@ def take_along(x_TE, index_TK):
 def multi_hot(index_TK, size):
     """float32 [T, size], 1.0 at the indices of each row."""
     return torch.zeros(index_TK.shape[0], size, device=index_TK.device).scatter_(1, index_TK, 1.0)
+
+
+def floor_divide(x, divisor):
+    """``x // divisor``; see ``Platform.floor_divide``."""
+    return x // divisor
 
 
 def nonzero(x, num_nonzero):

@@ -82,7 +82,10 @@ class Unpermute(torch.autograd.Function):
 
 
 def _taken(x, order_R, copies):
-    return x.index_select(0, order_R if copies == 1 else order_R // copies)
+    if copies > 1:
+        # Ascend devices divide int64 on their AICPU; no device minds 32 bits.
+        order_R = (order_R if order_R.is_cpu else order_R.to(torch.int32)) // copies
+    return x.index_select(0, order_R)
 
 
 class ScaleRows(torch.autograd.Function):

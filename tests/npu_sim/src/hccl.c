@@ -5,16 +5,20 @@
 //     2. barrier; compare what all ranks called, so that a disagreement is the same error on every rank, after 4;
 //     3. read the others' outboxes;
 //     4. barrier, after which the outboxes may be overwritten.
-// It has finished when the call returns. A rank that waits longer than NPU_SIM_LIMIT_S (30) gets a time-out, and the
-// communicator is broken from then on. The files lose their names once all ranks have opened them, or a rank has given
-// up on that, so that nothing is left in /dev/shm whatever becomes of the processes later.
+// The bytes are there when the call returns. For the runtime's clocks (streams.c) it is launched on its stream, begins
+// when the last rank is ready for it, and takes as long as its slowest link.
+//
+// A rank that waits longer than NPU_SIM_LIMIT_S (30) gets a time-out, and the communicator is broken from then on. The
+// files lose their names once all ranks have opened them, or a rank has given up on that, so that nothing is left in
+// /dev/shm whatever becomes of the processes later.
 
 #define _GNU_SOURCE
+#include "sim.h"
+
 #include <fcntl.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stdatomic.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -38,6 +42,8 @@ typedef struct {
 typedef struct {
     atomic_uint arrived, generation, broken;
     Call calls[MAX_RANKS];
+    double ready[MAX_RANKS];                  // virtual time at which rank i's stream comes to the call
+    uint32_t global_rank[MAX_RANKS];
     uint64_t sends[MAX_RANKS][MAX_RANKS];     // bytes that rank i sends to rank j in an all-to-all
     uint64_t expects[MAX_RANKS][MAX_RANKS];   // bytes that rank i expects from rank j
 } Control;
@@ -54,8 +60,6 @@ typedef struct {
         int error_ = (expression);                   \
         if (error_ != SUCCESS) return error_;        \
     } while (0)
-
-void npu_sim_report(const char *text);  // in runtime.c, which is loaded with this library
 
 static int fail(const Communicator *comm, int error, const char *format, ...) {
     char text[400];
@@ -111,7 +115,12 @@ static int after_all(Communicator *comm, int error) {
     return error;
 }
 
+// From this size on nothing is carried: for runs that only the clock is to see (hollow.py).
+static size_t hollow_bytes = SIZE_MAX;
+void npu_sim_set_hollow_bytes(size_t size) { hollow_bytes = size; }
+
 static int write_outbox(Communicator *comm, uint64_t offset, const void *data, size_t size) {
+    if (size >= hollow_bytes) return SUCCESS;
     for (size_t done = 0; done < size;) {
         ssize_t n = pwrite(comm->outbox[comm->rank], (const char *)data + done, size - done, offset + done);
         if (n <= 0) return fail(comm, E_SYSTEM, "cannot write %zu bytes of shared memory", size);
@@ -121,8 +130,10 @@ static int write_outbox(Communicator *comm, uint64_t offset, const void *data, s
 }
 
 static int read_outbox(Communicator *comm, uint32_t rank, uint64_t offset, void *data, size_t size) {
+    if (size >= hollow_bytes) return SUCCESS;
     for (size_t done = 0; done < size;) {
         ssize_t n = pread(comm->outbox[rank], (char *)data + done, size - done, offset + done);
+        if (n == 0 && hollow_bytes < SIZE_MAX) return SUCCESS;  // a piece of what was not carried
         if (n <= 0) return fail(comm, E_SYSTEM, "rank %u left fewer than %zu bytes", rank, size);
         done += n;
     }
@@ -131,12 +142,13 @@ static int read_outbox(Communicator *comm, uint32_t rank, uint64_t offset, void 
 
 // Steps 1 and 2 of every collective; `size` bytes of `data` go into the outbox.
 static int announce(Communicator *comm, const char *verb, uint64_t count, int type, int reduction, uint32_t root,
-                    const void *data, size_t size) {
+                    const void *data, size_t size, void *stream) {
     if (type < 0 || type >= NUM_TYPES) return fail(comm, E_NOT_SUPPORTED, "%s of type %d", verb, type);
     Call *call = &comm->control->calls[comm->rank];
     memset(call, 0, sizeof *call);
     *call = (Call){.type = type, .reduction = reduction, .root = root, .count = count};
     snprintf(call->verb, sizeof call->verb, "%s", verb);
+    comm->control->ready[comm->rank] = npu_sim_ready_time(stream);
     TRY(write_outbox(comm, 0, data, size));
     TRY(barrier(comm));
     const Call *calls = comm->control->calls;
@@ -147,6 +159,63 @@ static int announce(Communicator *comm, const char *verb, uint64_t count, int ty
                                         calls[0].verb, (unsigned long)calls[0].count, calls[0].type, r, calls[r].verb,
                                         (unsigned long)calls[r].count, calls[r].type));
     return SUCCESS;
+}
+
+// Links and time
+
+static double latency_ns, pair_rate = 1, rank_rate = 1, between_hosts_rate = 1;  // bytes per ns
+static uint32_t ranks_per_host = MAX_RANKS;
+
+void npu_sim_set_link_costs(double latency, double pair, double rank, double between_hosts, uint32_t per_host) {
+    latency_ns = latency;
+    pair_rate = pair;
+    rank_rate = rank;
+    between_hosts_rate = between_hosts;
+    ranks_per_host = per_host;
+}
+
+static double larger(double a, double b) { return a > b ? a : b; }
+static uint32_t host_of(const Communicator *comm, uint32_t rank) {
+    return comm->control->global_rank[rank] / ranks_per_host;
+}
+
+// How long rank `r` sends (or receives) what `bytes(r, peer)` says: within a host every pair has a link of its own, and
+// a rank can keep so many of them busy; all that leaves the host goes through the rank's one network link.
+static double link_time(const Communicator *comm, uint32_t r,
+                        uint64_t (*bytes)(const Communicator *, uint32_t, uint32_t)) {
+    double slowest_pair = 0, inside = 0, outside = 0;
+    for (uint32_t peer = 0; peer < comm->size; peer++) {
+        if (peer == r) continue;
+        double sent = bytes(comm, r, peer);
+        if (host_of(comm, r) == host_of(comm, peer)) {
+            slowest_pair = larger(slowest_pair, sent);
+            inside += sent;
+        } else {
+            outside += sent;
+        }
+    }
+    return larger(larger(slowest_pair / pair_rate, inside / rank_rate), outside / between_hosts_rate);
+}
+
+static uint64_t sent(const Communicator *comm, uint32_t from, uint32_t to) { return comm->control->sends[from][to]; }
+static uint64_t received(const Communicator *comm, uint32_t to, uint32_t from) { return sent(comm, from, to); }
+
+// Every rank sends as much to every other: all collectives but the all-to-all, by direct exchange.
+static void all_send(Communicator *comm, uint64_t bytes) {
+    for (uint32_t to = 0; to < comm->size; to++) comm->control->sends[comm->rank][to] = bytes;
+}
+
+// The last step: nobody returns before all have read, and the runtime learns what happened on the stream.
+static int finish(Communicator *comm, void *stream, const Run *runs, size_t num_reads, size_t num_writes) {
+    double ready = 0, duration = 0;
+    for (uint32_t r = 0; r < comm->size; r++) {
+        ready = larger(ready, comm->control->ready[r]);
+        duration = larger(duration, larger(link_time(comm, r, sent), link_time(comm, r, received)));
+    }
+    const char *verb = comm->control->calls[comm->rank].verb;
+    int error = npu_sim_launch(verb, COLLECTIVE, stream, runs, num_reads, num_writes, ready, latency_ns + duration);
+    TRY(barrier(comm));
+    return error == OK ? SUCCESS : E_PARAMETER;
 }
 
 // Adding up
@@ -210,6 +279,7 @@ static int reduce(void *sum, const void *term, size_t count, int type, int reduc
 static int reduce_outboxes(Communicator *comm, void *out, size_t offset, size_t count, int type, int reduction) {
     size_t size = count * SIZES[type];
     TRY(read_outbox(comm, 0, offset * SIZES[type], out, size));
+    if (size >= hollow_bytes) return SUCCESS;
     void *term = malloc(size + 1);
     if (!term) return E_MEMORY;
     int error = SUCCESS;
@@ -259,6 +329,8 @@ static int open_communicator(uint32_t size, const char *id, uint32_t rank, const
     if (comm->control == MAP_FAILED) return fail(comm, E_SYSTEM, "cannot map shared memory");
     for (uint32_t r = 0; r < size; r++)
         if ((comm->outbox[r] = open_shared(id, "outbox", r, 0)) < 0) return fail(comm, E_SYSTEM, "no outbox %u", r);
+    const char *global_rank = getenv("RANK");
+    comm->control->global_rank[rank] = global_rank ? atoi(global_rank) : rank;
     snprintf(comm->control->calls[rank].verb, sizeof comm->control->calls[rank].verb, "the first meeting");
     int error = barrier(comm);
     for (uint32_t r = 0; r < size; r++) unlink_shared(id, "outbox", r);
@@ -318,47 +390,58 @@ const char *HcclGetErrorString(int error) {
 
 // Collectives
 
+#define RUN(pointer, size) {(uintptr_t)(pointer), size}
+
 int HcclBarrier(void *comm, void *stream) {
-    TRY(announce(comm, "barrier", 0, INT8, 0, 0, NULL, 0));
-    return barrier(comm);
+    all_send(comm, 0);
+    TRY(announce(comm, "barrier", 0, INT8, 0, 0, NULL, 0, stream));
+    return finish(comm, stream, NULL, 0, 0);
 }
 
-int HcclAllReduce(void *in, void *out, uint64_t count, int type, int reduction, void *comm, void *stream) {
-    TRY(announce(comm, "all-reduce", count, type, reduction, 0, in, count * SIZES[type]));
+int HcclAllReduce(void *in, void *out, uint64_t count, int type, int reduction, void *handle, void *stream) {
+    Communicator *comm = handle;
+    size_t size = count * SIZES[type];
+    all_send(comm, 2 * size / comm->size);  // a reduce-scatter and an all-gather
+    TRY(announce(comm, "all-reduce", count, type, reduction, 0, in, size, stream));
     TRY(reduce_outboxes(comm, out, 0, count, type, reduction));
-    return barrier(comm);
+    return finish(comm, stream, (Run[]){RUN(in, size), RUN(out, size)}, 1, 1);
 }
 
 // `count` is that of the output, in one rank's piece.
 int HcclReduceScatter(void *in, void *out, uint64_t count, int type, int reduction, void *handle, void *stream) {
     Communicator *comm = handle;
-    TRY(announce(comm, "reduce-scatter", count, type, reduction, 0, in, comm->size * count * SIZES[type]));
+    size_t size = count * SIZES[type], whole = comm->size * size;
+    all_send(comm, size);
+    TRY(announce(comm, "reduce-scatter", count, type, reduction, 0, in, whole, stream));
     TRY(reduce_outboxes(comm, out, comm->rank * count, count, type, reduction));
-    return barrier(comm);
+    return finish(comm, stream, (Run[]){RUN(in, whole), RUN(out, size)}, 1, 1);
 }
 
 int HcclAllGather(void *in, void *out, uint64_t count, int type, void *handle, void *stream) {
     Communicator *comm = handle;
     size_t size = count * SIZES[type];
-    TRY(announce(comm, "all-gather", count, type, 0, 0, in, size));
+    all_send(comm, size);
+    TRY(announce(comm, "all-gather", count, type, 0, 0, in, size, stream));
     for (uint32_t r = 0; r < comm->size; r++) TRY(read_outbox(comm, r, 0, (char *)out + r * size, size));
-    return barrier(comm);
+    return finish(comm, stream, (Run[]){RUN(in, size), RUN(out, comm->size * size)}, 1, 1);
 }
 
 int HcclBroadcast(void *data, uint64_t count, int type, uint32_t root, void *handle, void *stream) {
     Communicator *comm = handle;
     size_t size = count * SIZES[type];
-    TRY(announce(comm, "broadcast", count, type, 0, root, data, comm->rank == root ? size : 0));
+    all_send(comm, comm->rank == root ? size : 0);
+    TRY(announce(comm, "broadcast", count, type, 0, root, data, comm->rank == root ? size : 0, stream));
     if (comm->rank != root) TRY(read_outbox(comm, root, 0, data, size));
-    return barrier(comm);
+    return finish(comm, stream, (Run[]){RUN(data, size)}, comm->rank == root, comm->rank != root);
 }
 
 int HcclScatter(void *in, void *out, uint64_t count, int type, uint32_t root, void *handle, void *stream) {
     Communicator *comm = handle;
-    size_t size = count * SIZES[type];
-    TRY(announce(comm, "scatter", count, type, 0, root, in, comm->rank == root ? comm->size * size : 0));
+    size_t size = count * SIZES[type], whole = comm->rank == root ? comm->size * size : 0;
+    all_send(comm, comm->rank == root ? size : 0);
+    TRY(announce(comm, "scatter", count, type, 0, root, in, whole, stream));
     TRY(read_outbox(comm, root, comm->rank * size, out, size));
-    return barrier(comm);
+    return finish(comm, stream, (Run[]){RUN(in, whole), RUN(out, size)}, 1, 1);
 }
 
 // Counts and offsets are in elements. The outbox holds the pieces without gaps, in the order of their targets.
@@ -369,13 +452,17 @@ int HcclAlltoAllV(const void *in, const uint64_t *in_counts, const uint64_t *in_
     if (in_type != out_type || in_type < 0 || in_type >= NUM_TYPES)
         return fail(comm, E_NOT_SUPPORTED, "all-to-all from type %d to type %d", in_type, out_type);
     size_t size = SIZES[in_type], offset = 0;
+    Run runs[2 * MAX_RANKS];
     for (uint32_t r = 0; r < comm->size; r++) {
+        const char *piece = (const char *)in + in_offsets[r] * size;
         control->sends[comm->rank][r] = in_counts[r] * size;
         control->expects[comm->rank][r] = out_counts[r] * size;
-        TRY(write_outbox(comm, offset, (const char *)in + in_offsets[r] * size, in_counts[r] * size));
+        runs[r] = (Run)RUN(piece, in_counts[r] * size);
+        runs[comm->size + r] = (Run)RUN((char *)out + out_offsets[r] * size, out_counts[r] * size);
+        TRY(write_outbox(comm, offset, piece, in_counts[r] * size));
         offset += in_counts[r] * size;
     }
-    TRY(announce(comm, "all-to-all", 0, in_type, 0, 0, NULL, 0));
+    TRY(announce(comm, "all-to-all", 0, in_type, 0, 0, NULL, 0, stream));
     for (uint32_t from = 0; from < comm->size; from++)
         for (uint32_t to = 0; to < comm->size; to++)
             if (control->sends[from][to] != control->expects[to][from])
@@ -387,7 +474,7 @@ int HcclAlltoAllV(const void *in, const uint64_t *in_counts, const uint64_t *in_
         for (uint32_t to = 0; to < comm->rank; to++) offset += control->sends[from][to];
         TRY(read_outbox(comm, from, offset, (char *)out + out_offsets[from] * size, out_counts[from] * size));
     }
-    return barrier(comm);
+    return finish(comm, stream, runs, comm->size, comm->size);
 }
 
 int HcclAlltoAll(const void *in, uint64_t in_count, int in_type, void *out, uint64_t out_count, int out_type,

@@ -41,12 +41,12 @@ class LocalInputs(NamedTuple):
     Attributes:
         rows_RD: rows sorted by local expert.
         counts_L: int64, their numbers, made by ``Platform.int_tensor`` where the host knows them.
-        scores_R: the score of each row, in the dtype of the router's.
+        scores_R: the score of each row, in the dtype of the router's; None only for bare experts that get none.
     """
 
     rows_RD: Tensor
     counts_L: Tensor
-    scores_R: Tensor
+    scores_R: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Exchange(ABC):
 
     sums_over_tp = False
 
-    def __init__(self, places: Places):
+    def __init__(self, places: Places) -> None:
         self.places = places
 
     def start(self, counts_E: Tensor) -> Any:

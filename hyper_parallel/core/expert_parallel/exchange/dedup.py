@@ -4,10 +4,11 @@ Shape suffixes: those of ``base``, P ranks of the ep group; M tokens sent and N 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.expert_parallel.exchange.base import Exchange, LocalInputs
+from hyper_parallel.core.expert_parallel.exchange.base import Exchange, LocalInputs, Places, Routing
 from hyper_parallel.core.types import Tensor
 
 __all__ = ["DedupExchange"]
@@ -26,18 +27,25 @@ class _Trip:
     num_tokens: int
     token_M: Tensor
     source_R: Tensor
-    send: tuple
-    recv: tuple
+    send: tuple[int, ...]
+    recv: tuple[int, ...]
 
 
 class DedupExchange(Exchange):
     """The expert's rank copies a token to its experts, and sums their outputs before one row goes back."""
 
-    def dispatch(self, x_TD, scores_TK, selected_TK, routing, arriving):
+    def __init__(self, places: Places) -> None:
+        super().__init__(places)
+        assert places.ep_mesh is not None, "one rank holds all experts: nothing crosses"
+        self.ep_mesh = places.ep_mesh
+
+    def dispatch(
+        self, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor, routing: Routing, arriving: Any
+    ) -> tuple[LocalInputs, _Trip]:
         platform, size = self.places.platform, self.places.experts_per_rank
-        num_experts, ep_mesh = self.places.num_experts, self.places.ep_mesh
+        num_experts, ep_mesh = self.places.num_experts, self.ep_mesh
         num_tokens, top_k = selected_TK.shape
-        needs_TP = platform.multi_hot(selected_TK // size, ep_mesh.size())
+        needs_TP = platform.multi_hot(platform.floor_divide(selected_TK, size), ep_mesh.size())
         send, recv, counts_L = self._plan(needs_TP, routing.counts_E)
 
         # Rank-major: all tokens that rank 0 needs, then those of rank 1, and so on.
@@ -51,7 +59,7 @@ class DedupExchange(Exchange):
         first = ep_mesh.get_local_rank() * size
         order, _, _ = platform.sort_by_expert((selected_NK + (num_experts - first)) % num_experts, num_experts)
         order_R = order[: int(counts_L.sum())]
-        source_R = order_R // top_k
+        source_R = platform.floor_divide(order_R, top_k)
         inputs = LocalInputs(
             platform.index_select(x_ND, source_R),
             platform.int_tensor(counts_L, x_TD),
@@ -59,19 +67,19 @@ class DedupExchange(Exchange):
         )
         return inputs, _Trip(num_tokens, token_M, source_R, send, recv)
 
-    def combine(self, rows_RD, trip):
+    def combine(self, rows_RD: Tensor, trip: _Trip) -> Tensor:
         platform = self.places.platform
         y_ND = platform.index_add(rows_RD, trip.source_R, sum(trip.recv))
         y_MD = self._exchange(y_ND, trip.recv, trip.send, "combine: all-to-all of tokens")
         return platform.index_add(y_MD, trip.token_M, trip.num_tokens)
 
-    def _exchange(self, values, send, recv, name):
-        group = self.places.ep_mesh.get_group()
+    def _exchange(self, values: Tensor, send: tuple[int, ...], recv: tuple[int, ...], name: str) -> Tensor:
+        group = self.ep_mesh.get_group()
         return self.places.platform.all_to_all_rows(values, send, recv, group, f"{name} over ep")
 
-    def _plan(self, needs_TP, counts_E):
+    def _plan(self, needs_TP: Tensor, counts_E: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
         """Tokens to each rank, tokens from each rank, and rows of each of its experts: one copy to the host."""
-        platform, ep_mesh = self.places.platform, self.places.ep_mesh
+        platform, ep_mesh = self.places.platform, self.ep_mesh
         num_ranks = ep_mesh.size()
         tokens_P = platform.to_int(needs_TP.sum(0)) if needs_TP.shape[0] else counts_E[:num_ranks] * 0
         # To each rank: the rows for each of its experts, then the tokens that they come from.
@@ -80,5 +88,5 @@ class DedupExchange(Exchange):
         name = "dispatch: all-to-all of counts over ep"
         arriving = platform.start_counts_exchange(meant, ep_mesh.get_group(), name)
         send, arrived = platform.to_host(tokens_P, arriving.wait())
-        arrived = np.asarray(arrived, np.int64).reshape(num_ranks, -1)
-        return tuple(send), tuple(arrived[:, -1].tolist()), arrived[:, :-1].sum(0)
+        received = np.asarray(arrived, np.int64).reshape(num_ranks, -1)
+        return tuple(send), tuple(received[:, -1].tolist()), received[:, :-1].sum(0)

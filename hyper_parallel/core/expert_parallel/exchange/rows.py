@@ -8,15 +8,16 @@ The orders of received rows, for P = 2 ranks and L = 2 local experts a, b:
 Shape suffixes: those of ``base``, and P ranks of the ep group.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hyper_parallel.core.expert_parallel.checks import check_counts
 from hyper_parallel.core.expert_parallel.exchange.base import Exchange, LocalInputs, Routing
-from hyper_parallel.core.types import Mesh, Tensor
-from hyper_parallel.platform.platform import Platform
+from hyper_parallel.core.types import Group, Mesh, Tensor
+from hyper_parallel.platform.platform import Arriving, Platform
 
 __all__ = [
     "RowsExchange",
@@ -41,8 +42,8 @@ class RowsTravel:
         inverse_R: its inverse.
     """
 
-    send_splits: tuple
-    recv_splits: tuple
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
     order_R: Tensor | None = None
     inverse_R: Tensor | None = None
 
@@ -57,12 +58,14 @@ class _Trip:
 class RowsExchange(Exchange):
     """The exact exchange: T * K rows leave, and as many come back. With one ep rank they are only sorted."""
 
-    def start(self, counts_E):
+    def start(self, counts_E: Tensor) -> Arriving | None:
         if self.places.ep_mesh is None:
             return None
         return start_counts(self.places.platform, counts_E, self.places.ep_mesh)
 
-    def dispatch(self, x_TD, scores_TK, selected_TK, routing, arriving):
+    def dispatch(
+        self, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor, routing: Routing, arriving: Arriving | None
+    ) -> tuple[LocalInputs, _Trip]:
         platform = self.places.platform
         num_tokens, top_k = scores_TK.shape
         order_R, inverse_R, counts_E = routing
@@ -71,18 +74,18 @@ class RowsExchange(Exchange):
         inputs, travel = send_rows(platform, rows_RD, counts_E, scores_R, self.places.ep_mesh, arriving)
         return inputs, _Trip(routing, top_k, travel)
 
-    def combine(self, rows_RD, trip):
+    def combine(self, rows_RD: Tensor, trip: _Trip) -> Tensor:
         platform = self.places.platform
         rows_RD = return_rows(platform, rows_RD, trip.travel, self.places.ep_mesh)
         return platform.unpermute(rows_RD, trip.routing.order_R, trip.routing.inverse_R, trip.top_k)
 
 
-def splits_by_rank(counts_E, num_ranks):
+def splits_by_rank(counts_E: npt.ArrayLike, num_ranks: int) -> tuple[int, ...]:
     """Rows per rank for counts per expert: rank r owns experts r*L to (r+1)*L - 1."""
     return tuple(int(n) for n in np.asarray(counts_E, np.int64).reshape(num_ranks, -1).sum(1))
 
 
-def expert_major_order(recv_counts_PL):
+def expert_major_order(recv_counts_PL: npt.ArrayLike) -> np.ndarray:
     """Positions (int64 [R]) in rank-major order of the rows in expert-major order.
 
     Args:
@@ -96,14 +99,14 @@ def expert_major_order(recv_counts_PL):
     return np.repeat(starts_PL.T.ravel() - (ends - lengths), lengths) + np.arange(lengths.sum())
 
 
-def inverse_order(order_R):
+def inverse_order(order_R: np.ndarray) -> np.ndarray:
     """The permutation that undoes ``order_R``: ``inverse[order[i]] = i``."""
     inverse_R = np.empty_like(order_R)
     inverse_R[order_R] = np.arange(len(order_R))
     return inverse_R
 
 
-def start_counts(platform: Platform, num_tokens_per_expert_E: Tensor, ep_mesh: Mesh) -> Any:
+def start_counts(platform: Platform, num_tokens_per_expert_E: Tensor, ep_mesh: Mesh) -> Arriving:
     """Start step 1 of :func:`send_rows`, to do something else while it runs."""
     name = "dispatch: all-to-all of counts over ep"
     return platform.start_counts_exchange(num_tokens_per_expert_E, ep_mesh.get_group(), name)
@@ -115,7 +118,7 @@ def send_rows(
     num_tokens_per_expert_E: Tensor,
     scores_R: Tensor | None,
     ep_mesh: Mesh | None,
-    arriving: Any = None,
+    arriving: Arriving | None = None,
 ) -> tuple[LocalInputs, RowsTravel | None]:
     """Bring each row to the rank that owns its expert.
 
@@ -144,15 +147,15 @@ def send_rows(
         check_counts(counts_E, x_RD.shape[0])
     recv_counts_PL = np.asarray(arrived, np.int64).reshape(num_ranks, -1)
 
-    travel = _plan(platform, counts_E, recv_counts_PL, like=x_RD)
+    travel, counts_L = _plan(platform, counts_E, recv_counts_PL, like=x_RD)
     rows = _send(platform, x_RD, travel, group, "rows")
     scores = None if scores_R is None else _send(platform, scores_R, travel, group, "scores")
-    return LocalInputs(rows, platform.int_tensor(recv_counts_PL.sum(0), like=x_RD), scores), travel
+    return LocalInputs(rows, counts_L, scores), travel
 
 
 def return_rows(platform: Platform, y_RD: Tensor, travel: RowsTravel | None, ep_mesh: Mesh | None) -> Tensor:
     """Bring each row that the experts returned back to its source: reorder, then exchange with the splits swapped."""
-    if travel is None:
+    if travel is None or ep_mesh is None:
         return y_RD
     if y_RD.shape[0] != sum(travel.recv_splits):
         raise ValueError(f"the experts returned {y_RD.shape[0]} rows for {sum(travel.recv_splits)} that went in")
@@ -163,17 +166,21 @@ def return_rows(platform: Platform, y_RD: Tensor, travel: RowsTravel | None, ep_
     )
 
 
-def _plan(platform, counts_E, recv_counts_PL, like):
+def _plan(
+    platform: Platform, counts_E: Sequence[int], recv_counts_PL: np.ndarray, like: Tensor
+) -> tuple[RowsTravel, Tensor]:
+    """The travel, and the counts of this rank's experts: one copy to the device."""
     num_ranks, num_local_experts = recv_counts_PL.shape
     splits = splits_by_rank(counts_E, num_ranks), tuple(int(n) for n in recv_counts_PL.sum(1))
     if num_local_experts == 1:  # the two orders agree
-        return RowsTravel(*splits)
-    order_R = expert_major_order(recv_counts_PL)
-    inverse_R = inverse_order(order_R)
-    return RowsTravel(*splits, platform.int_tensor(order_R, like), platform.int_tensor(inverse_R, like))
+        return RowsTravel(*splits), platform.int_tensor(recv_counts_PL.sum(0), like)
+    order = expert_major_order(recv_counts_PL)
+    arrays = order, inverse_order(order), recv_counts_PL.sum(0)
+    order_R, inverse_R, counts_L = platform.int_tensors(arrays, like)
+    return RowsTravel(*splits, order_R, inverse_R), counts_L
 
 
-def _send(platform, values_R, travel, group, what):
+def _send(platform: Platform, values_R: Tensor, travel: RowsTravel, group: Group, what: str) -> Tensor:
     values_R = platform.all_to_all_rows(
         values_R, travel.send_splits, travel.recv_splits, group, f"dispatch: all-to-all of {what} over ep"
     )

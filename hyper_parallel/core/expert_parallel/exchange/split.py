@@ -5,17 +5,19 @@ that this rank sends, A rows that it receives over ep.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.expert_parallel.exchange.base import Exchange, LocalInputs, Routing
+from hyper_parallel.core.expert_parallel.exchange.base import Exchange, LocalInputs, Places, Routing
 from hyper_parallel.core.expert_parallel.exchange.rows import (
     expert_major_order,
     inverse_order,
     splits_by_rank,
     start_counts,
 )
-from hyper_parallel.core.types import Tensor
+from hyper_parallel.core.types import Mesh, Tensor
+from hyper_parallel.platform.platform import Platform
 
 __all__ = ["SplitExchange"]
 
@@ -32,12 +34,12 @@ class _Trip:
         order_R, inverse_R: gathered rows sorted by expert, and back.
     """
 
-    shares: list
+    shares: list[int]
     top_k: int
     routing: Routing
-    send: tuple
-    recv: tuple
-    of_tp: tuple
+    send: tuple[int, ...]
+    recv: tuple[int, ...]
+    of_tp: tuple[int, ...]
     order_R: Tensor
     inverse_R: Tensor
 
@@ -48,8 +50,15 @@ class SplitExchange(Exchange):
 
     sums_over_tp = True
 
-    def dispatch(self, x_TD, scores_TK, selected_TK, routing, arriving):
-        platform, tp_mesh = self.places.platform, self.places.tp_mesh
+    def __init__(self, places: Places) -> None:
+        super().__init__(places)
+        assert places.tp_mesh is not None, "one rank holds every expert whole: there is nobody to share the tokens with"
+        self.tp_mesh = places.tp_mesh
+
+    def dispatch(
+        self, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor, routing: Routing, arriving: Any
+    ) -> tuple[LocalInputs, _Trip]:
+        platform, tp_mesh = self.places.platform, self.tp_mesh
         num_tokens, top_k = selected_TK.shape
         tp, tp_rank, group = tp_mesh.size(), tp_mesh.get_local_rank(), tp_mesh.get_group()
         shares = [num_tokens // tp + (r < num_tokens % tp) for r in range(tp)]
@@ -61,6 +70,9 @@ class SplitExchange(Exchange):
         send, arrived_QPL = self._counts(routing.counts_E)
 
         order = expert_major_order(arrived_QPL.reshape(-1, arrived_QPL.shape[2]))
+        order_R, inverse_R, counts_L = platform.int_tensors(
+            [order, inverse_order(order), arrived_QPL.sum((0, 1))], x_TD
+        )
         trip = _Trip(
             shares,
             top_k,
@@ -68,17 +80,17 @@ class SplitExchange(Exchange):
             send,
             recv=tuple(arrived_QPL[tp_rank].sum(1).tolist()),
             of_tp=tuple(arrived_QPL.sum((1, 2)).tolist()),
-            order_R=platform.int_tensor(order, x_TD),
-            inverse_R=platform.int_tensor(inverse_order(order), x_TD),
+            order_R=order_R,
+            inverse_R=inverse_R,
         )
         rows_ID = platform.permute(x_SD, routing.order_R, routing.inverse_R, copies=top_k)
         scores_I = platform.permute(scores_SK.reshape((shares[tp_rank] * top_k,)), routing.order_R, routing.inverse_R)
         scores_R = self._bring(scores_I, trip, "scores")
         rows_RD = self._bring(rows_ID, trip, "rows")
-        return LocalInputs(rows_RD, platform.int_tensor(arrived_QPL.sum((0, 1)), x_TD), scores_R), trip
+        return LocalInputs(rows_RD, counts_L, scores_R), trip
 
-    def combine(self, rows_RD, trip):
-        platform, ep_mesh, tp_mesh = self.places.platform, self.places.ep_mesh, self.places.tp_mesh
+    def combine(self, rows_RD: Tensor, trip: _Trip) -> Tensor:
+        platform, ep_mesh, tp_mesh = self.places.platform, self.places.ep_mesh, self.tp_mesh
         rows_RD = platform.permute(rows_RD, trip.inverse_R, trip.order_R)
         rows_AD = _reduce_scatter(platform, rows_RD, trip.of_tp, tp_mesh, "combine: reduce-scatter of rows over tp")
         if ep_mesh is not None:
@@ -88,24 +100,24 @@ class SplitExchange(Exchange):
         name = "moe: all-gather of the output tokens over tp"
         return platform.gather_from_group(y_SD, trip.shares, tp_mesh.get_group(), name)
 
-    def _counts(self, counts_E):
+    def _counts(self, counts_E: Tensor) -> tuple[tuple[int, ...], np.ndarray]:
         """Rows to each ep rank, and rows received by each tp rank [Q], from each ep rank [P], for each local expert
         [L]: one copy to the host."""
-        platform, ep_mesh, tp_mesh = self.places.platform, self.places.ep_mesh, self.places.tp_mesh
+        platform, ep_mesh, tp_mesh = self.places.platform, self.places.ep_mesh, self.tp_mesh
         arrived = counts_E if ep_mesh is None else start_counts(platform, counts_E, ep_mesh).wait()
         arrived = platform.start_counts_exchange(
             platform.concat([arrived] * tp_mesh.size(), 0),
             tp_mesh.get_group(),
             "dispatch: all-gather of counts over tp",
         ).wait()
-        counts_E, arrived = platform.to_host(counts_E, arrived)
+        counts, received = platform.to_host(counts_E, arrived)
         num_ranks = 1 if ep_mesh is None else ep_mesh.size()
-        arrived = np.asarray(arrived, np.int64).reshape(tp_mesh.size(), num_ranks, -1)
-        return splits_by_rank(counts_E, num_ranks), arrived
+        received_QPL = np.asarray(received, np.int64).reshape(tp_mesh.size(), num_ranks, -1)
+        return splits_by_rank(counts, num_ranks), received_QPL
 
-    def _bring(self, values, trip, what):
+    def _bring(self, values: Tensor, trip: _Trip, what: str) -> Tensor:
         """This rank's rows, or their scores -> those of all tp ranks for this rank's experts, by expert."""
-        platform, ep_mesh, tp_mesh = self.places.platform, self.places.ep_mesh, self.places.tp_mesh
+        platform, ep_mesh, tp_mesh = self.places.platform, self.places.ep_mesh, self.tp_mesh
         if ep_mesh is not None:
             name = f"dispatch: all-to-all of {what} over ep"
             values = platform.all_to_all_rows(values, trip.send, trip.recv, ep_mesh.get_group(), name)
@@ -113,13 +125,13 @@ class SplitExchange(Exchange):
         return platform.permute(values, trip.order_R, trip.inverse_R)
 
 
-def _all_gather(platform, x, splits, mesh, name):
+def _all_gather(platform: Platform, x: Tensor, splits: tuple[int, ...], mesh: Mesh, name: str) -> Tensor:
     """The rows of all ranks, ``splits[r]`` of rank r. Its gradient, a reduce-scatter, follows from its parts."""
     mine = (splits[mesh.get_local_rank()],) * mesh.size()
     return platform.all_to_all_rows(platform.concat([x] * mesh.size(), 0), mine, splits, mesh.get_group(), name)
 
 
-def _reduce_scatter(platform, x, splits, mesh, name):
+def _reduce_scatter(platform: Platform, x: Tensor, splits: tuple[int, ...], mesh: Mesh, name: str) -> Tensor:
     """The sum over the ranks of this rank's ``splits[r]`` rows. Its gradient is an all-gather."""
     size = splits[mesh.get_local_rank()]
     x = platform.all_to_all_rows(x, splits, (size,) * mesh.size(), mesh.get_group(), name)
