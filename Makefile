@@ -1,5 +1,6 @@
 # make demo    train a small MoE language model with ETP and compare it with one device   (PLATFORM=torch|mindspore|both)
 # make test    all tests, on both frameworks
+# make quick   the tests that start no ranks: under a minute once the environment is made
 # make test-npu-sim    tests of the Ascend path with CANN stood in for (part of make test)
 # make lint    style, format and types (part of make test)
 # make docs    the documents and the reference as a site, build/docs/index.html
@@ -12,7 +13,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test quick lint docs bench clean
 .SECONDARY:
 
 demo: $(PLATFORMS:%=$(VENV)/with-%)
@@ -21,6 +22,9 @@ demo: $(PLATFORMS:%=$(VENV)/with-%)
 test: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-test $(VENV)/with-peer lint
 	HYPER_PARALLEL_TEST_PLATFORMS=torch,mindspore $(RUN) -m pytest
 	$(MAKE) test-npu-sim
+
+quick: $(PLATFORMS:%=$(VENV)/with-%) $(VENV)/with-test
+	$(RUN) -m pytest -m "not ranks and not slow"
 
 lint: $(VENV)/with-test
 	$(RUN) -m ruff check .

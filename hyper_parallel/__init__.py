@@ -20,6 +20,14 @@ from hyper_parallel.core.expert_parallel import (
 from hyper_parallel.core.parallel_style import ParallelStyle, parallelize, parallelize_module
 from hyper_parallel.core.placement_types import Partial, Replicate, Shard
 from hyper_parallel.platform import get_platform, set_platform
+from hyper_parallel.training import (
+    all_finite,
+    clip_grad_norm_,
+    load_metrics,
+    parameter_groups,
+    reduce_gradients,
+    synchronize_parameters,
+)
 
 if TYPE_CHECKING:
     from hyper_parallel.core.types import Mesh as DeviceMesh
@@ -45,6 +53,12 @@ __all__ = [
     "distribute_module",
     "get_platform",
     "set_platform",
+    "reduce_gradients",
+    "clip_grad_norm_",
+    "all_finite",
+    "parameter_groups",
+    "load_metrics",
+    "synchronize_parameters",
     # Of the platform in use:
     "GroupedExperts",
     "MoE",

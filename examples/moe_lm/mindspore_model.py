@@ -7,7 +7,7 @@ from mindspore import Tensor, mint, nn, ops
 from mindspore.experimental import optim
 from mindspore.mint import distributed as dist
 
-from hyper_parallel import ExpertTensorParallel, MoE, init_device_mesh, parallelize_module
+from hyper_parallel import ExpertTensorParallel, MoE, init_device_mesh, parallelize_module, reduce_gradients
 
 __all__ = ["Trainer"]
 
@@ -98,13 +98,11 @@ class Trainer:
             parallelize_module(self.model, mesh, {"blocks.*.moe.experts": ExpertTensorParallel()})
             self.rank, self.ep_mesh = comm.get_rank(), mesh["ep"]
             self.ep_rank, self.ep_size = self.ep_mesh.get_local_rank(), self.ep_mesh.size()
-        parameters = self.model.trainable_params()
-        # A sharded parameter knows its mesh.
-        self.dense = [i for i, p in enumerate(parameters) if not hasattr(p, "placements")]
+        self.parameters = self.model.trainable_params()
         self.optimizer = optim.AdamW(
-            parameters, settings.learning_rate, settings.betas, settings.epsilon, settings.weight_decay
+            self.parameters, settings.learning_rate, settings.betas, settings.epsilon, settings.weight_decay
         )
-        self.loss_and_gradients = ms.value_and_grad(self._loss, None, parameters)
+        self.loss_and_gradients = ms.value_and_grad(self._loss, None, self.parameters)
 
     def step(self, ids, targets):
         """Train on this rank's sequences.
@@ -114,13 +112,11 @@ class Trainer:
         """
         loss, gradients = self.loss_and_gradients(Tensor(ids), Tensor(targets))
         load = Tensor(np.stack([block.moe.tokens_per_expert.asnumpy() for block in self.model.blocks]), ms.float32)
-        # Each rank's loss is its share of the mean over all tokens, so gradients of the parameters that every rank
-        # holds add up over ep. Those of the experts are complete: their rows came from all ranks of the group.
-        *dense, loss, load = self._sum_over_ep([gradients[i] for i in self.dense] + [loss, load])
-        gradients = list(gradients)
-        for i, gradient in zip(self.dense, dense):
-            gradients[i] = gradient
-        self.optimizer(tuple(gradients))
+        # Each rank's loss is its share of the mean over all tokens, so loss, load and gradients add up over ep.
+        loss, load = self._sum_over_ep([loss, load])
+        if self.ep_mesh is not None:
+            gradients = reduce_gradients(self.parameters, self.ep_mesh, gradients)
+        self.optimizer(gradients)
         for block in self.model.blocks:
             block.moe.update_expert_bias(self.ep_mesh)
         return float(loss.asnumpy()), load.asnumpy().astype(np.int64)

@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from hyper_parallel import ExpertTensorParallel, MoE, init_device_mesh, parallelize_module
+from hyper_parallel import ExpertTensorParallel, MoE, init_device_mesh, parallelize_module, reduce_gradients
 
 __all__ = ["Trainer"]
 
@@ -83,7 +82,6 @@ class Trainer:
             parallelize_module(self.model, mesh, {"blocks.*.moe.experts": ExpertTensorParallel()})
             self.rank, self.ep_mesh = dist.get_rank(), mesh["ep"]
             self.ep_rank, self.ep_size = self.ep_mesh.get_local_rank(), self.ep_mesh.size()
-        self.dense = [p for p in self.model.parameters() if not isinstance(p, DTensor)]
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), settings.learning_rate, settings.betas, settings.epsilon, settings.weight_decay
         )
@@ -98,9 +96,10 @@ class Trainer:
         loss = self._loss(ids, targets)
         loss.backward()
         loss, load = loss.detach(), torch.stack([block.moe.tokens_per_expert for block in self.model.blocks]).float()
-        # Each rank's loss is its share of the mean over all tokens, so gradients of the parameters that every rank
-        # holds add up over ep. Those of the experts are complete: their rows came from all ranks of the group.
-        self._sum_over_ep([p.grad for p in self.dense] + [loss, load])
+        # Each rank's loss is its share of the mean over all tokens, so loss, load and gradients add up over ep.
+        self._sum_over_ep([loss, load])
+        if self.ep_mesh is not None:
+            reduce_gradients(self.model.parameters(), self.ep_mesh)
         self.optimizer.step()
         for block in self.model.blocks:
             block.moe.update_expert_bias(self.ep_mesh)

@@ -104,6 +104,9 @@ def _run(probe: Probe, options: argparse.Namespace) -> int:
 
 def _degrees(ep: int | None, tp: int | None, num_ranks: int) -> tuple[int, int]:
     """The missing ones of ep and tp, so that all ranks are used."""
+    for name, degree in (("ep", ep), ("tp", tp)):
+        if degree is not None and degree < 1:
+            raise ValueError(f"--{name} must be at least 1, got {degree}")
     if not tp:
         without_ep = 2 if num_ranks % 2 == 0 and num_ranks > 2 else 1
         tp = max(1, num_ranks // ep) if ep else without_ep

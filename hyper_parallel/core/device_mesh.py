@@ -33,11 +33,18 @@ def init_device_mesh(
         index. On torch it is a ``torch.distributed.device_mesh.DeviceMesh``.
 
     Raises:
+        TypeError: sizes that are no integers, or no sequence.
         ValueError: the sizes do not multiply to the number of ranks, or names and sizes differ in number.
         RuntimeError: the framework's communication is not initialised.
     """
     from hyper_parallel.platform import get_platform
 
+    if not isinstance(mesh_shape, Sequence):
+        raise TypeError(f"mesh_shape must be a sequence of sizes such as (2, 4), got {mesh_shape!r}")
+    if any(isinstance(size, bool) or not isinstance(size, int | np.integer) for size in mesh_shape):
+        raise TypeError(f"mesh_shape must hold integers, got {tuple(mesh_shape)}")
+    if isinstance(mesh_dim_names, str):
+        raise TypeError(f"mesh_dim_names must be a sequence of names such as ('ep', 'tp'), got {mesh_dim_names!r}")
     shape = tuple(int(size) for size in mesh_shape)
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     if not shape or min(shape) < 1:
@@ -178,3 +185,10 @@ def check_mesh(device_mesh: Mesh, names: tuple[str, ...], style: str) -> None:
         )
     if device_mesh.get_coordinate() is None:
         raise ValueError(f"{style}: this rank is not part of the mesh {device_mesh}")
+    ranks = np.asarray(device_mesh.mesh.tolist())
+    if any((np.diff(ranks, axis=axis) < 0).any() for axis in range(ranks.ndim)):
+        # Groups are made of ascending ranks, so that their order would not be that of the coordinates.
+        raise ValueError(
+            f"{style}: ranks must ascend along every axis of the mesh, got {ranks.tolist()}; shards would be put "
+            "together in another order than they were cut"
+        )

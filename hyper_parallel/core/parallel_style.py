@@ -87,11 +87,12 @@ def parallelize_module(module: SameModule, device_mesh: Mesh, plan: Plan) -> Sam
     for name, target, style, mesh in steps:
         if isinstance(style, ParallelStyle):
             _validate_named(style, name, target, mesh)
+    _check_not_shared(platform, module, [target for _, target, *_ in steps])
     for name, target, style, mesh in steps:
         style._apply(target, mesh)
         sharded = platform.sharded(target)
         if name and sharded is not None:
-            platform.wrap_forward(target, dataclasses.replace(sharded, name=name))
+            platform.wrap_forward(target, dataclasses.replace(sharded, name=name))()
     return module
 
 
@@ -120,7 +121,28 @@ def parallelize(plan: Plan, device_mesh: Mesh | Callable[[], Mesh]) -> Callable[
     return decorate
 
 
+def _check_not_shared(platform: "Platform", module: Module, targets: list[Module]) -> None:
+    """Raise ``ValueError`` if a parameter that is about to be replaced belongs to another module too: the two would
+    silently come apart."""
+    owners: dict[int, list[str]] = {}
+    inside = {id(child) for target in targets for _, child in platform.named_modules(target)}
+    cut: set[int] = set()
+    for path, child in platform.named_modules(module):
+        for name, parameter in platform.parameters(child).items():
+            owners.setdefault(id(parameter), []).append(f"{path}.{name}".lstrip("."))
+            if id(child) in inside:
+                cut.add(id(parameter))
+    shared = [names for key, names in owners.items() if key in cut and len(names) > 1]
+    if shared:
+        raise ValueError(
+            f"{' and '.join(map(repr, shared[0]))} are one parameter, which sharding would tear apart; use one module "
+            "in both places, or give each its own weights"
+        )
+
+
 def _is_style(value: Any) -> TypeGuard[Style]:
+    if isinstance(value, type):
+        return False
     return isinstance(value, ParallelStyle) or callable(getattr(value, "_apply", None))
 
 
@@ -129,7 +151,9 @@ def _resolve(platform: "Platform", module: Module, plan: Plan) -> list[tuple[str
     if _is_style(plan):
         return [("", module, plan)]
     if not isinstance(plan, dict) or not all(isinstance(k, str) and _is_style(v) for k, v in plan.items()):
-        raise TypeError(f"expected a parallel style or a dict of name pattern to style, got {plan!r}")
+        classes = [value for value in (plan.values() if isinstance(plan, dict) else [plan]) if isinstance(value, type)]
+        advice = f"; write {classes[0].__name__}() for an object of the class" if classes else ""
+        raise TypeError(f"expected a parallel style or a dict of name pattern to style, got {plan!r}{advice}")
     modules = dict(platform.named_modules(module))
     found = []
     for pattern, style in plan.items():
@@ -142,6 +166,8 @@ def _resolve(platform: "Platform", module: Module, plan: Plan) -> list[tuple[str
 
 
 def _matches(name: str, pattern: str) -> bool:
+    if not name:  # the module itself, which no wildcard stands for
+        return not pattern
     name_parts, pattern_parts = name.split("."), pattern.split(".")
     return len(name_parts) == len(pattern_parts) and all(map(fnmatchcase, name_parts, pattern_parts))
 

@@ -36,6 +36,10 @@ class Shard(Placement):
 
     dim: int
 
+    def __post_init__(self) -> None:
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int):
+            raise TypeError(f"Shard expects the number of a tensor dim, an int, got {self.dim!r}")
+
 
 @dataclass(frozen=True, eq=False)
 class Replicate(Placement):

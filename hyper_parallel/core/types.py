@@ -35,6 +35,10 @@ class Mesh(Protocol):
         """ "cpu", "npu" or "cuda"."""
 
     @property
+    def mesh(self) -> Any:
+        """Global ranks, an integer array or tensor of the mesh's shape."""
+
+    @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
         """One name per axis, or None for a mesh without names."""
 

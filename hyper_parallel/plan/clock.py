@@ -93,22 +93,20 @@ def collective_seconds(one: Collective, size: int, stride: int, cluster: Cluster
     so the latency of a link counts once; in a sum once for every step of the ring, or for every round of a tree.
     """
     leaving = on_links(one, size, stride, cluster)
-    links = {"inside": cluster.inside, "between": cluster.between}
     inside = cluster.ranks_inside(stride, size)
-    steps = {"inside": inside - 1, "between": -(-size // inside) - 1}
-    if one.kind == "all-to-all":
-        took = [n / links[link].bandwidth + links[link].latency * (steps[link] > 0) for link, n in leaving.items()]
-        return max(took)
+    others = {"inside": inside - 1, "between": -(-size // inside) - 1}
     passes = 2 if one.kind == "all-reduce" else 1
-    return sum(
-        n / links[link].bandwidth + links[link].latency * passes * min(steps[link], _rounds(steps[link]))
-        for link, n in leaving.items()
-    )
+    took = []
+    for where, link in (("inside", cluster.inside), ("between", cluster.between)):
+        if others[where]:
+            messages = 1 if one.kind == "all-to-all" else _rounds(others[where], passes)
+            took.append(leaving[where] / link.speed(others[where]) + link.latency * messages)
+    return max(took, default=0.0) if one.kind == "all-to-all" else sum(took)
 
 
-def _rounds(steps: int) -> int:
-    """Rounds of a tree over so many others, which backends take for small messages of large groups."""
-    return 2 * (steps).bit_length()
+def _rounds(steps: int, passes: int) -> int:
+    """Steps of a ring over so many others, or rounds of a tree, which backends take for large groups."""
+    return passes * min(steps, 2 * steps.bit_length())
 
 
 def time_of(

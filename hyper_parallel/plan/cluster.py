@@ -23,10 +23,20 @@ OPTIONAL = {"buffer_bytes", "buffer_copies", "sources"}
 
 @dataclass(frozen=True)
 class Link:
-    """A rank's own part of a link: bytes per second that leave it, and seconds that a message takes to start."""
+    """A rank's own part of a link.
+
+    Attributes:
+        bandwidth: bytes per second that leave the rank. latency: seconds that a message takes to start.
+        pair_bandwidth: of it to one other rank, where each pair has a link of its own; None where all share one.
+    """
 
     bandwidth: float
     latency: float
+    pair_bandwidth: float | None = None
+
+    def speed(self, peers: int) -> float:
+        """Bytes per second to so many others at once."""
+        return self.bandwidth if self.pair_bandwidth is None else min(self.bandwidth, peers * self.pair_bandwidth)
 
 
 @dataclass(frozen=True)
@@ -92,8 +102,12 @@ def _load(name: str) -> dict[str, Any]:
 
 
 def _link(where: str, fields: Any) -> Link:
-    if not isinstance(fields, Mapping) or set(fields) != {"bandwidth", "latency"}:
-        raise ValueError(f"{where} must have bandwidth (bytes per second) and latency (seconds), got {fields!r}")
+    needed = {"bandwidth", "latency"}
+    if not isinstance(fields, Mapping) or set(fields) - {"pair_bandwidth"} != needed:
+        raise ValueError(
+            f"{where} must have bandwidth (bytes per second), latency (seconds) and, where each pair of ranks has a "
+            f"link of its own, pair_bandwidth, got {fields!r}"
+        )
     return Link(**fields)
 
 

@@ -25,6 +25,7 @@ def bytes_text(n: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
+    """A time with its unit, three digits: "1.25 s", "12.5 ms"."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from hyper_parallel.core.placement_types import Placement
 from hyper_parallel.core.types import Group, Mesh, Module, Tensor
+from hyper_parallel.platform.gradients import GradientVerbs
 
 __all__ = ["Arriving", "Platform"]
 
@@ -63,6 +64,10 @@ class Platform(ABC):
         """The module's own parameters by name, without those of its children."""
 
     @abstractmethod
+    def buffers(self, module: Module) -> dict[str, Tensor]:
+        """The module's own tensors that are no parameters, by name; empty where the framework knows none."""
+
+    @abstractmethod
     def named_modules(self, module: Module) -> Iterable[tuple[str, Module]]:
         """Iterate ``(dotted name, module)`` over the module (name "") and everything inside it."""
 
@@ -71,12 +76,18 @@ class Platform(ABC):
         """Whether forward was replaced on this one object, so that its class no longer says what it computes."""
 
     @abstractmethod
-    def wrap_forward(self, module: Module, sharded: Callable[..., Any]) -> None:
-        """Run ``sharded(module, local_forward, *inputs, **keywords)`` whenever ``module`` is called.
+    def wrap_forward(self, module: Module, sharded: Any) -> Callable[[], None]:
+        """Prepare that ``sharded(module, local_forward, *inputs, **keywords)`` runs whenever ``module`` is called.
 
         ``local_forward(*inputs)`` is the module's own forward, which finds local tensors under its parameters' names.
         Nothing of one call is kept on the module, deep copies work, and the class's name shows ``sharded.label``.
         For a module that is wrapped already, ``sharded`` takes the place of the earlier one.
+
+        Returns:
+            what makes the change, and cannot fail.
+
+        Raises:
+            TypeError: the module's class cannot be wrapped.
         """
 
     @abstractmethod
@@ -122,6 +133,25 @@ class Platform(ABC):
     @abstractmethod
     def is_sharded(self, parameter: Any) -> bool:
         """Whether a parameter is already laid out over a mesh."""
+
+    # Dtypes and devices
+
+    @abstractmethod
+    def dtype_name(self, value: Tensor) -> str:
+        """The name of a tensor's dtype, or of a dtype, without the framework's: "float32". An object that is neither
+        gives that of its type."""
+
+    @abstractmethod
+    def is_floating(self, value: Tensor) -> bool:
+        """Whether a tensor's dtype, or a dtype of this framework, is a real floating one of 16 bits or more."""
+
+    @abstractmethod
+    def same_device(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether both have their numbers in one place; a tensor without memory is nowhere."""
+
+    @abstractmethod
+    def needs_gradient(self, x: Tensor) -> bool:
+        """Whether a backward pass will come for x, as far as the framework can tell; else False."""
 
     # Integers, and where they are
 
@@ -322,6 +352,16 @@ class Platform(ABC):
         """x summed over the group, as a new tensor. No gradient."""
 
     @abstractmethod
-    def digests(self, x: Tensor, group: Group, name: str) -> list[list[float]]:
-        """A short list of floats per rank of the group, in rank order, that differ where the ranks' x differ. For
-        checks: no gradient."""
+    def digests(self, x: Tensor, group: Group, name: str) -> list[list[int]]:
+        """A short list of integers per rank of the group, in rank order, that differ where the bits of the ranks' x
+        do: a NaN equals itself. For checks: no gradient."""
+
+    @abstractmethod
+    def rows_with_nan(self, x: Tensor) -> list[int]:
+        """Which rows of x hold a NaN. For checks: the host waits for the device."""
+
+    # Training
+
+    @abstractmethod
+    def gradients(self) -> GradientVerbs:
+        """The verbs of ``hyper_parallel.training``, described there."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed import plan_cases, test_plan
+from tests.distributed import plan_cases, test_plan, test_training
 from tests.harness import oracle, parity
 from tests.harness.frameworks import framework
 
@@ -24,3 +24,8 @@ def test_bytes_of_the_planner(big_pool, style, ep, tp):
     one = test_plan.planned(8, style, ep, tp)
     for found in big_pool.run(plan_cases.handed_over, num_tokens=test_plan.TOKENS, style=style, ep=ep, tp=tp):
         assert test_plan.total(found) == test_plan.total(test_plan.expected(one))
+
+
+def test_a_training_step(big_pool):
+    """(dp, ep, tp) = (2, 2, 2)."""
+    test_training.assert_step(big_pool, big_pool.run(test_training.CASES[big_pool.platform].step, ep=2, tp=2))

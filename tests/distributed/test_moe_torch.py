@@ -22,7 +22,7 @@ def bfloat16_problems(settings):
     return problems, [{"output": one.outputs[0], "x": one.x_gradients[0], **one.weight_gradients} for one in whole]
 
 
-@pytest.mark.parametrize("ep,tp,values", [(2, 2, 16), (1, 4, 8)])
+@pytest.mark.parametrize("ep,tp,values", [(2, 2, 8 + 2 * (4 + 4)), (1, 4, 8)])
 def test_one_host_copy(torch_pool, ep, tp, values):
     """With ep both lists of counts at once; without, the counts by which this device groups its rows."""
     problem = oracle.make_problem(ep, VARIANTS["before"][0])

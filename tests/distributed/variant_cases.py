@@ -11,6 +11,8 @@ from tests.harness.recording import recorded
 from tests.harness.setting import coordinates, mesh_for, to_dtype
 
 DIM, HIDDEN, NUM_EXPERTS = 6, 8, 8
+# What torch's wrapper for recomputation puts into parameters' names.
+WRAPPER = "_checkpoint_wrapped_module."
 
 
 def make_layer(context, top_k, **arguments):
@@ -39,8 +41,11 @@ def evaluate(context, layer, x):
     return adapter.value_and_gradients(function, [adapter.tensor(x)], layer)
 
 
-def against_one_device(context, style, ep, tp, top_k, num_tokens=(16,), shared=False, **arguments):
-    """Relative errors of output and all gradients; experts' gradients as this rank's part of one device's."""
+def against_one_device(context, style, ep, tp, top_k, num_tokens=(16,), shared=False, around=None, **arguments):
+    """Relative errors of output and all gradients; experts' gradients as this rank's part of one device's.
+
+    ``around(context, layer)`` prepares the sharded layer in place.
+    """
     style = getattr(hp, style)()
     one = make_layer(context, top_k, num_shared_experts=int(shared), **arguments)
     layer = copy.deepcopy(one)
@@ -48,6 +53,8 @@ def against_one_device(context, style, ep, tp, top_k, num_tokens=(16,), shared=F
     style.apply(layer.experts, mesh)
     if shared:
         hp.TensorParallel().apply(layer.shared_experts, mesh["tp"])
+    if around is not None:
+        around(context, layer)
     ep_rank, _ = coordinates(context, ep, tp)
     batches = [tokens_for(rank, num_tokens[rank % len(num_tokens)]) for rank in range(ep)]
     found = evaluate(context, layer, batches[ep_rank])
@@ -58,8 +65,9 @@ def against_one_device(context, style, ep, tp, top_k, num_tokens=(16,), shared=F
         "output": (found.output, whole.output[mine]),
         "x": (found.input_gradients[0], whole.input_gradients[0][mine]),
     }
+    gradients = {name.replace(WRAPPER, ""): value for name, value in found.parameter_gradients.items()}
     for name, expected in whole.parameter_gradients.items():
-        gradient = found.parameter_gradients[name]
+        gradient = gradients[name]
         if name.startswith("experts."):
             errors[name] = gradient, part(expected, name, ep, tp, *coordinates(context, ep, tp))
         elif name.startswith("shared_experts."):

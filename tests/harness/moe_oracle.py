@@ -67,6 +67,7 @@ class OneDevice:
     x_gradients: list[np.ndarray]
     weight_gradients: dict[str, np.ndarray]
     counts: np.ndarray  # rows of each expert, one line per ep rank
+    gate_terms: list[float]  # of each ep rank, the norm of the terms whose differences make up the gate's gradient
 
 
 def wanted(x_TD, gate_ED, settings: Settings, bias_E=None) -> tuple[np.ndarray, np.ndarray]:
@@ -120,7 +121,7 @@ def layer(x_TD, weights: dict, routing: Routing, settings: Settings) -> np.ndarr
 
 
 def layer_gradients(grad_output_TD, x_TD, weights: dict, routing: Routing, settings: Settings) -> dict[str, np.ndarray]:
-    """The gradients of sum(grad_output * y) for "x" and every weight, the choice of experts held fixed."""
+    """The gradients of sum(grad_output * y) for "x", "scores" and every weight, the choice of experts held fixed."""
     x_TD = np.asarray(x_TD, np.float64)
     tokens_R, scores_R, counts_E = _rows(routing)
     inputs = _experts_inputs(x_TD, weights, settings, tokens_R, scores_R, counts_E)
@@ -130,7 +131,8 @@ def layer_gradients(grad_output_TD, x_TD, weights: dict, routing: Routing, setti
         of_scores_R = (of_experts.x * x_TD[tokens_R]).sum(1)
     else:
         of_rows_RD, of_scores_R = of_experts.x, of_experts.scores
-    of_logits_TE = _logits_gradient(_unsorted(of_scores_R, routing), routing, settings)
+    of_scores_TK = _unsorted(of_scores_R, routing)
+    of_logits_TE = _logits_gradient(of_scores_TK, routing, settings)
     of_x_TD = of_logits_TE @ weights["router.gate.weight"]
     np.add.at(of_x_TD, tokens_R, of_rows_RD)
     result = {"router.gate.weight": of_logits_TE.T @ x_TD}
@@ -139,7 +141,7 @@ def layer_gradients(grad_output_TD, x_TD, weights: dict, routing: Routing, setti
         of_shared = oracle.grouped_experts_gradients(grad_output_TD, x_TD, [len(x_TD)], *_shared(weights))
         of_x_TD = of_x_TD + of_shared.x
         result.update({f"shared_experts.{name}.weight": getattr(of_shared, name)[0] for name in ("w1", "w2", "w3")})
-    return {"x": of_x_TD, **result}
+    return {"x": of_x_TD, "scores": of_scores_TK, **result}
 
 
 def one_device(problem: Problem, selected: Sequence[np.ndarray] | None = None) -> OneDevice:
@@ -148,17 +150,20 @@ def one_device(problem: Problem, selected: Sequence[np.ndarray] | None = None) -
     `selected`, one [T, K] per ep rank, holds the choice of experts fixed.
     """
     gate, settings, num_experts = problem.weights["router.gate.weight"], problem.settings, problem_size(problem)
-    outputs, of_x, totals, counts = [], [], {}, []
+    outputs, of_x, totals, counts, gate_terms = [], [], {}, [], []
     for rank, (x, target) in enumerate(zip(problem.x, problem.targets)):
         routing = route(x, gate, settings, problem.bias, None if selected is None else selected[rank])
         outputs.append(layer(x, problem.weights, routing, settings))
         slope = oracle.loss_gradient(outputs[-1], target)
         gradients = layer_gradients(slope, x, problem.weights, routing, settings)
         of_x.append(gradients.pop("x"))
+        # A score's change is felt through every probability it was divided by, with either sign: see _logits_gradient.
+        of_tokens_T = np.abs(routing.scores_TK * gradients.pop("scores")).sum(1)
+        gate_terms.append(float(np.linalg.norm(of_tokens_T[:, None] * x)))
         totals = {name: totals.get(name, 0) + gradient for name, gradient in gradients.items()}
         counts.append(np.bincount(routing.selected_TK.ravel(), minlength=num_experts))
     losses = [oracle.loss(y, target) for y, target in zip(outputs, problem.targets)]
-    return OneDevice(outputs, losses, of_x, totals, np.array(counts))
+    return OneDevice(outputs, losses, of_x, totals, np.array(counts), gate_terms)
 
 
 def problem_size(problem: Problem) -> int:

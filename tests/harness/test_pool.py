@@ -90,10 +90,6 @@ def test_a_collective_gives_the_same_right_value_on_every_rank(pool):
     assert pool.process_ids == before
 
 
-def test_eight_ranks(big_pool):
-    assert_works(big_pool)
-
-
 def test_a_raising_case_is_shown_per_rank_and_ranks_that_wait_for_it_too(small_pool):
     began = time.monotonic()
     with pytest.raises(RankFailure) as failure:

@@ -21,7 +21,7 @@ $(NPU_BUILD)/done: tests/npu_sim/build.py $(wildcard tests/npu_sim/src/*.[ch]) $
 	$(NPU_RUN) tests/npu_sim/build.py $(NPU_BUILD)
 	touch $@
 
-$(NPU_VENV)/done: platform/torch_npu/requirements.txt setup.py
+$(NPU_VENV)/done: platform/torch_npu/requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(NPU_VENV)
 	$(NPU_RUN) -m pip install --quiet --requirement platform/torch_npu/requirements.txt --editable '.[test]'
 	touch $@

@@ -11,6 +11,8 @@ import hyper_parallel
 from tests.harness.pool import free_port
 from tests.packaging.packages import ROOT, build, copy_of_sources, fresh_environment, install, run
 
+pytestmark = pytest.mark.slow  # They build, and install from the package index.
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):

@@ -12,7 +12,9 @@ import hyper_parallel
 from hyper_parallel.platform.platform import Platform
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [path for where in ("README*.md", "docs/*.md", "platform/*/README.md") for path in sorted(ROOT.glob(where))]
+PLACES = ("*.md", "docs/*.md", "platform/*/README.md", "tests/README.md", "tests/*/README.md")
+DOCUMENTS = [path for where in PLACES for path in sorted(ROOT.glob(where))]
+TRANSLATIONS = [path for path in DOCUMENTS if path.name.endswith(".zh.md")]
 FRAMEWORKS = {"torch", "mindspore"}
 REFERENCE_ENTRY = r"^::: hyper_parallel\.(\S+)\n(?:    options:\n      heading: (\w+)\n)?"
 
@@ -25,15 +27,37 @@ def fenced_blocks(path, language):
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.S | re.M)
 
 
+def text_without_blocks(path):
+    return re.sub(r"^ *```.*?^ *```$", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
 def text_outside_code(path):
-    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
-    return re.sub(r"`[^`\n]*`", "", text)
+    return re.sub(r"`[^`\n]*`", "", text_without_blocks(path))
 
 
 def anchors(path):
     """The names under which GitHub links to the headings."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def heading_levels(path):
+    return [len(marks) for marks in re.findall(r"^(#+) ", text_without_blocks(path), re.M)]
+
+
+def table_sizes(path):
+    """(rows, columns) of each table; escaped bars and those in code are text."""
+    tables = re.findall(r"(?:^\|.*\n)+", text_outside_code(path), re.M)
+    return [tuple(row.replace("\\|", "").count("|") - 1 for row in table.splitlines()) for table in tables]
+
+
+def code_blocks(path):
+    return re.findall(r"^ *```.*?^ *```$", path.read_text(encoding="utf-8"), re.S | re.M)
+
+
+def addresses(path):
+    """The pages elsewhere that a document sends its reader to."""
+    return re.findall(r"\]\((https?://[^)\s]+)\)", text_outside_code(path))
 
 
 def imported_modules(source):
@@ -54,7 +78,13 @@ def names_imported_from_us(source):
 
 def test_all_documents_are_found():
     names = {name_of(path) for path in DOCUMENTS}
-    assert {"README.md", "README.zh.md", "docs/expert_parallel.md", "docs/architecture.md"} <= names
+    assert {
+        "README.md",
+        "README.zh.md",
+        "docs/expert_parallel.zh.md",
+        "docs/ascend.zh.md",
+        "docs/architecture.md",
+    } <= names
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
@@ -97,9 +127,11 @@ def test_readme_shows_an_example_per_framework():
     assert "ExpertTensorParallel" in set(names_imported_from_us(mindspore_example))
 
 
-def test_readmes_show_the_same_code():
-    for language in ("python", "bash", "text"):
-        assert fenced_blocks(ROOT / "README.md", language) == fenced_blocks(ROOT / "README.zh.md", language)
+@pytest.mark.parametrize("translation", TRANSLATIONS, ids=name_of)
+def test_a_translation_has_the_shape_of_its_page(translation):
+    page = translation.with_name(translation.name.replace(".zh.md", ".md"))
+    for part in (heading_levels, table_sizes, code_blocks, addresses):
+        assert part(translation) == part(page), part.__name__
 
 
 def test_index_arithmetic_example_holds():

@@ -16,7 +16,10 @@ __all__ = [
     "check_ready",
     "experts_shapes",
     "feed_forward_shapes",
+    "check_buffers",
+    "check_fit",
     "check_inputs",
+    "check_tokens",
     "check_counts",
 ]
 
@@ -113,6 +116,13 @@ def _weight_shapes(parameters: dict[str, Any], style: str) -> ExpertShapes:
         raise ValueError(
             f"{style} expects w1 and w3 of shape [E, H, D] and w2 of shape [E, D, H], got w1 {w1}, w2 {w2}, w3 {w3}"
         )
+    if len({parameters[name].dtype for name in WEIGHTS}) > 1:
+        dtypes = ", ".join(f"{name} {parameters[name].dtype}" for name in WEIGHTS)
+        raise ValueError(f"{style} expects w1, w2 and w3 of one dtype, got {dtypes}")
+    if len({id(parameters[name]) for name in WEIGHTS}) < len(WEIGHTS):
+        raise ValueError(f"{style}: two of w1, w2, w3 are one parameter; sharding would tear them apart")
+    if 0 in w1:
+        raise ValueError(f"{style} expects at least one expert, and sizes of at least 1, got w1 {w1}")
     return ExpertShapes(num_experts=w1[0], hidden_dim=w1[1], dim=w1[2])
 
 
@@ -128,6 +138,47 @@ def _check_other_parameters(
     if others:
         allowed = "" if num_experts is None else f" and ones whose first dim is the expert ({num_experts})"
         raise ValueError(f"{style} shards parameters w1, w2, w3{allowed}; this module also has {others}")
+
+
+def check_buffers(platform: Platform, module: Module, shapes: ExpertShapes, axes: Sequence[str], style: str) -> None:
+    """Raise ``ValueError`` for a buffer that would have to be cut with the weights: left whole, its entries would meet
+    other experts, or other parts of them, than they are meant for."""
+    for path, child in platform.named_modules(module):
+        for name, buffer in platform.buffers(child).items():
+            name, shape = f"{path}.{name}".lstrip("."), tuple(buffer.shape)
+            of_experts = "ep" in axes and shape[:1] == (shapes.num_experts,)
+            if of_experts or ("tp" in axes and shapes.hidden_dim in shape):
+                what = "num_experts" if of_experts else "hidden_dim"
+                raise ValueError(
+                    f"{style}: buffer {name!r} of shape {shape} has entries for {what}, but only parameters are cut; "
+                    "make it a parameter (with requires_grad=False), or keep it outside of this module"
+                )
+
+
+def check_tokens(platform: Platform, moe: Any, x: Tensor) -> None:
+    """Raise unless ``x`` is a plain tensor [..., D] for the router of a MoE layer."""
+    if not platform.is_tensor(x):
+        raise TypeError(
+            f"x must be a plain {platform.name} tensor, got {type(x).__module__}.{type(x).__qualname__}; pass the "
+            "local tensor of a DTensor, x.to_local(), or have torch's PrepareModuleInput do so (use_local_output=True)"
+        )
+    dim = getattr(moe.router, "dim", x.shape[-1] if len(x.shape) else None)  # a router of the user's need not have it
+    if len(x.shape) < 2 or x.shape[-1] != dim:
+        raise ValueError(f"x must have shape [..., {dim}], of two dims or more, got {tuple(x.shape)}")
+
+
+def check_fit(platform: Platform, x_RD: Tensor, weight: Tensor) -> None:
+    """Raise ``ValueError`` unless rows and an expert's weight can be multiplied: one device, one dtype."""
+    if not platform.same_device(x_RD, weight):
+        raise ValueError(
+            f"rows are on {x_RD.device} but the experts' weights on {weight.device}; weights that were made on meta "
+            "need to_empty(device=...), and then reset_parameters() or a checkpoint"
+        )
+    if not platform.same_dtype(x_RD, weight):
+        raise ValueError(
+            f"rows are {x_RD.dtype} but the experts' weights {weight.dtype}; cast one of them, or use autocast where "
+            "the framework has it"
+        )
 
 
 def check_inputs(
@@ -156,6 +207,8 @@ def check_inputs(
             f"num_tokens_per_expert must have one entry for each of the {shapes.num_experts} experts, "
             f"got shape {tuple(num_tokens_per_expert_E.shape)}"
         )
+    if scores_R is not None and not platform.is_floating(scores_R):
+        raise ValueError(f"scores must be floating numbers, got {scores_R.dtype}")
     if scores_R is not None and tuple(scores_R.shape) != (x_RD.shape[0],):
         raise ValueError(f"scores must have shape [{x_RD.shape[0]}], one per row of x, got {tuple(scores_R.shape)}")
     if not platform.on_host(num_tokens_per_expert_E):

@@ -6,7 +6,7 @@ Shape suffixes: R rows, E experts, H hidden size, D model size.
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_inputs
+from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_fit, check_inputs
 from hyper_parallel.core.types import Tensor
 from hyper_parallel.platform.platform import Platform
 
@@ -33,11 +33,7 @@ def grouped_experts(
         num_experts, hidden_dim, dim = (int(size) for size in w1_EHD.shape)
         shapes = ExpertShapes(num_experts, hidden_dim, dim)
         num_tokens_per_expert_E = check_inputs(platform, shapes, x_RD, num_tokens_per_expert_E, scores_R)
-    if not platform.same_dtype(x_RD, w1_EHD):
-        raise ValueError(
-            f"rows are {x_RD.dtype} but the experts' weights {w1_EHD.dtype}; cast one of them, or use autocast where "
-            "the framework has it"
-        )
+    check_fit(platform, x_RD, w1_EHD)
     return platform.swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
 
 

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from typing import Any
 
 from hyper_parallel.core.device_mesh import check_mesh
-from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_ready, experts_shapes
+from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_buffers, check_ready, experts_shapes
 from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, RowsExchange
 from hyper_parallel.core.expert_parallel.sharded import Sharded, ShardedExperts
 from hyper_parallel.core.parallel_style import ParallelStyle
@@ -39,6 +39,13 @@ class ExpertsStyle(ParallelStyle):
             size, degree = getattr(shapes, what), device_mesh.size(self.mesh_dim_names.index(axis))
             if size % degree:
                 raise ValueError(f"{style}: {what} ({size}) must be divisible by the {axis} degree ({degree})")
+        if isinstance(shapes, ExpertShapes):
+            check_buffers(platform, module, shapes, self.mesh_dim_names, style)
+        if self.reduce_dtype is not None and not platform.is_floating(self.reduce_dtype):
+            raise ValueError(
+                f"{style}: reduce_dtype must be a floating dtype of {platform.name}, such as {platform.name}.float32, "
+                f"got {self.reduce_dtype!r}"
+            )
         return shapes
 
     def apply(self, module: SameModule, device_mesh: Mesh) -> SameModule:
@@ -62,8 +69,10 @@ class ExpertsStyle(ParallelStyle):
         """
         shapes, platform = self.validate(module, device_mesh), get_platform(module)
         sharded = self._bind(shapes, platform, device_mesh, type(module).__name__)
+        # A class that cannot be subclassed says so here, before anything is changed.
+        put_on = platform.wrap_forward(module, sharded)
         self._partition_fn("", module, device_mesh)
-        platform.wrap_forward(module, sharded)
+        put_on()
         return module
 
     def make_exchange(self, places: Places) -> Exchange:

@@ -16,6 +16,11 @@ def update_expert_bias(platform: Platform, moe: Any, device_mesh: Mesh | None = 
 
     ``bias += rate * sign(mean load - load)`` (Wang et al. 2024, algorithm 1).
     """
+    if device_mesh is not None and not platform.is_mesh(device_mesh):
+        raise TypeError(
+            f"update_expert_bias expects a mesh of the axes that route different tokens, such as mesh['dp', 'ep'], "
+            f"got {device_mesh!r}"
+        )
     load_E = moe.tokens_per_expert
     groups = [] if device_mesh is None else [device_mesh.get_group(axis) for axis in range(device_mesh.ndim)]
     for group in groups:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hyper_parallel.core.expert_parallel import load, moe
 from hyper_parallel.core.expert_parallel.experts import feed_forward, grouped_experts
-from hyper_parallel.core.expert_parallel.router import check_router, route
+from hyper_parallel.core.expert_parallel.router import check_router, check_sizes, route
 from hyper_parallel.core.types import Mesh, Tensor
 from hyper_parallel.platform.platform import Platform
 
@@ -35,6 +35,7 @@ class GroupedExpertsBase:
             num_experts: E.
         """
         super().__init__()
+        check_sizes(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts)
         self.w1 = self._weight("w1", num_experts, hidden_dim, dim)
         self.w2 = self._weight("w2", num_experts, dim, hidden_dim)
         self.w3 = self._weight("w3", num_experts, hidden_dim, dim)
@@ -72,6 +73,7 @@ class FeedForwardBase:
             dim: D. hidden_dim: H.
         """
         super().__init__()
+        check_sizes(dim=dim, hidden_dim=hidden_dim)
         self.w1 = self._linear(dim, hidden_dim)
         self.w2 = self._linear(hidden_dim, dim)
         self.w3 = self._linear(dim, hidden_dim)
@@ -116,7 +118,7 @@ class RouterBase:
         super().__init__()
         check_router(num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
         self.gate = self._linear(dim, num_experts)
-        self.num_experts, self.top_k = num_experts, top_k
+        self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
         self.score_func, self.route_norm, self.route_scale = score_func, route_norm, route_scale
         self.num_expert_groups, self.num_limited_groups = num_expert_groups, num_limited_groups
 

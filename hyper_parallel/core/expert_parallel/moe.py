@@ -4,9 +4,11 @@ Shape suffixes: T tokens, K experts per token, R rows of this rank's experts, D 
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from hyper_parallel.core.expert_parallel.checks import check_tokens
 from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, Routing, RowsExchange
 from hyper_parallel.core.expert_parallel.sharded import Caller, ShardedExperts
 from hyper_parallel.core.types import Group, Module, Tensor
@@ -29,6 +31,7 @@ def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
     Returns:
         The shape and dtype of x.
     """
+    check_tokens(platform, moe, x)
     x_TD = x if len(x.shape) == 2 else x.reshape((_product(x.shape[:-1]), x.shape[-1]))
     scores_TK, selected_TK = moe.router(x_TD, moe.expert_bias)
     # How many rows go where is data: a compiler that traced this would trace again for every new routing.
@@ -41,24 +44,39 @@ def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
 def _through_experts(platform: Platform, moe: Any, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor) -> Tensor:
     """What follows the routing, whatever way the tokens travel, and a sharded shared expert."""
     sharded = platform.sharded(moe.experts)
+    with sharded.naming_errors() if isinstance(sharded, ShardedExperts) else nullcontext():
+        return _routed(platform, moe, sharded, x_TD, scores_TK, selected_TK)
+
+
+def _routed(platform: Platform, moe: Any, sharded: Any, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor) -> Tensor:
     if isinstance(sharded, ShardedExperts):
         sharded.check_replicated(tokens=x_TD, scores=scores_TK)
     setting = _Setting.of(platform, moe)
     exchange, shared_experts = setting.exchange, moe.shared_experts
     routing = Routing(*platform.sort_by_expert(selected_TK, moe.router.num_experts))
-    scores_TK = platform.count_in_backward(scores_TK, moe.tokens_per_expert, routing.counts_E)
+    learns = _router_learns(platform, moe.router)
+    if learns:
+        scores_TK = platform.count_in_backward(scores_TK, moe.tokens_per_expert, routing.counts_E)
 
     inputs_TD, scores_TK = setting.enter(x_TD), setting.enter(scores_TK, "scores")
-    arriving = exchange.start(routing.counts_E)
+    arriving = exchange.start(routing.counts_E, inputs_TD, scores_TK)
     inputs, trip = exchange.dispatch(inputs_TD, scores_TK, selected_TK, routing, arriving)
     rows_RD = _scored_experts(platform, moe, setting.call, *inputs)
     y_TD = exchange.combine(rows_RD, trip)
+    if not learns:  # No gradient may come to the scores; one comes here if anything behind is trained.
+        y_TD = platform.count_in_backward(y_TD, moe.tokens_per_expert, routing.counts_E)
     if setting.holds_shared_experts:
         y_TD = y_TD + shared_experts(inputs_TD, Caller.MOE_LAYER)
     y_TD = setting.leave(y_TD)
 
     has_own_sum = shared_experts is not None and platform.sharded(shared_experts) is not None
     return y_TD + shared_experts(x_TD) if has_own_sum and not setting.holds_shared_experts else y_TD
+
+
+def _router_learns(platform: Platform, router: Module) -> bool:
+    """Whether a gradient is sure to come to the scores: some parameter of the router is trained."""
+    modules = (module for _, module in platform.named_modules(router))
+    return any(p.requires_grad for module in modules for p in platform.parameters(module).values() if p is not None)
 
 
 def _scored_experts(

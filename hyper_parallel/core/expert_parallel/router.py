@@ -8,13 +8,23 @@ from typing import Any
 from hyper_parallel.core.types import Tensor
 from hyper_parallel.platform.platform import Platform
 
-__all__ = ["check_router", "route"]
+__all__ = ["check_router", "check_sizes", "route"]
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ``TypeError`` for a size that is no integer, ``ValueError`` for one below 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} must be an int, got {size!r}")
+        if size < 1 and name != "top_k":
+            raise ValueError(f"{name} must be at least 1, got {size}")
 
 
 def check_router(
     num_experts: int, top_k: int, score_func: str, num_expert_groups: int | None, num_limited_groups: int | None
 ) -> None:
-    """Raise ``ValueError`` for sizes or names that no router can have."""
+    """Raise ``ValueError`` for sizes or names that no router can have, ``TypeError`` for sizes that are no integers."""
+    check_sizes(num_experts=num_experts, top_k=top_k)
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k ({top_k}) must lie between 1 and num_experts ({num_experts})")
     if score_func not in ("softmax", "sigmoid"):

@@ -12,6 +12,7 @@ layer moves rows and sums by itself, and calls the experts for what lies between
 Shape suffixes: R rows, E experts.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +20,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from hyper_parallel.core.expert_parallel.checks import ExpertShapes, FeedForwardShapes, check_inputs
+from hyper_parallel.core.expert_parallel.checks import ExpertShapes, FeedForwardShapes, check_fit, check_inputs
 from hyper_parallel.core.expert_parallel.exchange import Exchange
 from hyper_parallel.core.types import Mesh, Module, Tensor
 from hyper_parallel.platform.platform import Platform
 
 __all__ = ["DEBUG_VARIABLE", "Caller", "Sharded", "ShardedExperts", "ShardedFeedForward", "debugging"]
+
+logger = logging.getLogger("hyper_parallel")
 
 DEBUG_VARIABLE = "HYPER_PARALLEL_DEBUG"
 
@@ -116,11 +119,20 @@ class Sharded:
             what = f"debug: all-gather of digests of {name} over tp"
             digests = self.platform.digests(value, self.tp_mesh.get_group(), what)
             different = [r for r, digest in enumerate(digests) if digest != digests[0]]
+            nan = self._words_on_nan(name, value)
             if different:
                 raise ValueError(
                     f"{self.label}: all tp ranks of one ep coordinate must be given the same {name}; those of "
-                    f"tp coordinates {different} differ from that of tp coordinate 0"
+                    f"tp coordinates {different} differ from that of tp coordinate 0{nan and f' ({nan})'}"
                 )
+            if nan:
+                logger.warning("%s: %s", self.name, nan)
+
+    def _words_on_nan(self, name: str, value: Tensor) -> str:
+        """Whoever looks for a NaN switches debug mode on, and should be told of it."""
+        rows = self.platform.rows_with_nan(value)
+        shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+        return f"{name} holds NaN in rows {shown}" if rows else ""
 
 
 @dataclass(frozen=True)
@@ -151,6 +163,7 @@ class ShardedExperts(Sharded):
     ) -> Tensor:
         """Rows of this ep coordinate sorted by expert, counts over all experts -> their outputs, in the same order."""
         num_tokens_per_expert = check_inputs(self.platform, self.shapes, x, num_tokens_per_expert, scores)
+        check_fit(self.platform, x, self.platform.parameters(mod)["w1"])
         self.check_replicated(x=x, num_tokens_per_expert=num_tokens_per_expert, scores=scores)
         inputs, trip = self.style._token_dispatch(mod, (x, num_tokens_per_expert, scores), self.ep_mesh)
         x_RD, counts_L, scores_R = inputs

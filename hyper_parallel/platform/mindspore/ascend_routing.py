@@ -8,7 +8,13 @@ import numpy as np
 from mindspore import Tensor, mint
 
 from hyper_parallel.platform.mindspore import routing
-from hyper_parallel.platform.mindspore.routing import count_in_backward, digests, probabilities, take_along
+from hyper_parallel.platform.mindspore.routing import (
+    count_in_backward,
+    digests,
+    probabilities,
+    rows_with_nan,
+    take_along,
+)
 
 __all__ = [
     "count_in_backward",
@@ -16,6 +22,7 @@ __all__ = [
     "multi_hot",
     "nonzero",
     "probabilities",
+    "rows_with_nan",
     "sort_by_expert",
     "take_along",
     "top_indices",

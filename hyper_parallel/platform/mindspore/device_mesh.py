@@ -1,5 +1,7 @@
 """The mesh over MindSpore's communication groups."""
 
+import zlib
+
 import mindspore as ms
 import mindspore.communication as comm
 import numpy as np
@@ -17,9 +19,11 @@ class DeviceMesh(device_mesh.DeviceMesh):
     """A mesh whose groups are names of MindSpore communication groups, the same at every start."""
 
     def _make_group(self, ranks):
-        # Ranks of one axis are evenly spaced, so three numbers name them.
+        # Ranks of an axis of all ranks are evenly spaced, so three numbers name them; others need all of them.
         step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         name = f"hyper_parallel_from_{ranks[0]}_step_{step}_count_{len(ranks)}"
+        if ranks != list(range(ranks[0], ranks[-1] + 1, step)):
+            name += f"_{zlib.crc32(repr(ranks).encode()):08x}"
         # Members only, ascending, and a second time does nothing: what MindSpore asks for.
         comm.create_group(name, ranks)
         return name

@@ -6,10 +6,16 @@ from mindspore import Tensor, mint
 
 from hyper_parallel.platform.mindspore import device
 
-__all__ = ["int_tensor", "made_by_host", "on_host", "to_host"]
+__all__ = ["dtype_name", "int_tensor", "made_by_host", "on_host", "to_host"]
 
 # Attribute of a tensor that was made from host values: they need not be copied back to be read.
 HOST_VALUES = "_hyper_parallel_host_values"
+
+
+def dtype_name(value):
+    """The dtype of a tensor, or a dtype, in lower case."""
+    dtype = getattr(value, "dtype", value)
+    return str(dtype).lower() if isinstance(dtype, ms.dtype.Type) else type(value).__name__
 
 
 def on_host(tensor):

@@ -8,7 +8,8 @@ from mindspore import Parameter, Tensor, mint, nn
 from mindspore.common.initializer import Uniform, initializer
 
 from hyper_parallel.core.expert_parallel.modules import FeedForwardBase, GroupedExpertsBase, MoEBase, RouterBase
-from hyper_parallel.platform.mindspore import PLATFORM, experts
+from hyper_parallel.platform.mindspore import PLATFORM, amp, experts
+from hyper_parallel.platform.mindspore.sharding import pynative_only
 
 __all__ = ["FeedForward", "GroupedExperts", "MoE", "TokenChoiceTopKRouter"]
 
@@ -29,7 +30,12 @@ class GroupedExperts(GroupedExpertsBase, nn.Cell):
     """All experts of a MoE layer in three stacked weights, as a ``mindspore.nn.Cell``; see ``GroupedExpertsBase``."""
 
     platform = PLATFORM
-    construct = GroupedExpertsBase.run
+
+    def construct(self, x: Tensor, num_tokens_per_expert: Tensor, scores: Tensor | None = None) -> Tensor:
+        pynative_only()
+        return amp.experts(self, x, num_tokens_per_expert, scores)
+
+    construct.__doc__ = GroupedExpertsBase.run.__doc__
 
     def _weight(self, name: str, num_experts: int, out_features: int, in_features: int) -> Parameter:
         bound = 1 / math.sqrt(in_features)
@@ -41,7 +47,12 @@ class FeedForward(FeedForwardBase, nn.Cell):
     """Dense SwiGLU, as a ``mindspore.nn.Cell``; see ``FeedForwardBase``."""
 
     platform = PLATFORM
-    construct = FeedForwardBase.run
+
+    def construct(self, x: Tensor) -> Tensor:
+        pynative_only()
+        return self.run(x)
+
+    construct.__doc__ = FeedForwardBase.run.__doc__
 
     def _linear(self, in_features: int, out_features: int) -> _Linear:
         return _Linear(in_features, out_features)
@@ -51,7 +62,12 @@ class TokenChoiceTopKRouter(RouterBase, nn.Cell):
     """The router of a MoE layer, as a ``mindspore.nn.Cell``; see ``RouterBase``."""
 
     platform = PLATFORM
-    construct = RouterBase.run
+
+    def construct(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        pynative_only()
+        return self.run(x, expert_bias)
+
+    construct.__doc__ = RouterBase.run.__doc__
 
     def _linear(self, in_features: int, out_features: int) -> _Linear:
         return _Linear(in_features, out_features)
@@ -61,8 +77,13 @@ class MoE(MoEBase, nn.Cell):
     """A Mixture-of-Experts layer, as a ``mindspore.nn.Cell``; see ``MoEBase``."""
 
     platform = PLATFORM
-    construct = MoEBase.run
     router_class, experts_class, feed_forward_class = TokenChoiceTopKRouter, GroupedExperts, FeedForward
+
+    def construct(self, x: Tensor) -> Tensor:
+        pynative_only()
+        return self.run(x)
+
+    construct.__doc__ = MoEBase.run.__doc__
 
     def _make_buffers(self, num_experts: int) -> None:
         self.tokens_per_expert = _buffer("tokens_per_expert", num_experts, ms.int64)

@@ -4,7 +4,7 @@ import mindspore as ms
 import mindspore.communication as comm
 from mindspore import Tensor, mint, nn, ops
 
-from hyper_parallel.platform.mindspore import collectives, compat, device, device_mesh, host, sharding
+from hyper_parallel.platform.mindspore import collectives, compat, device, device_mesh, gradients, host, sharding
 from hyper_parallel.platform.platform import Platform
 
 __all__ = ["MindSporePlatform"]
@@ -38,14 +38,17 @@ class MindSporePlatform(Platform):
     def parameters(self, module):
         return dict(compat.parameters_of(module))
 
+    def buffers(self, module):
+        return {}
+
     def named_modules(self, module):
         return module.cells_and_names()
 
     def replaced_forward(self, module):
-        return "construct" in module.__dict__
+        return "construct" in module.__dict__ or compat.recomputed_otherwise(module)
 
     def wrap_forward(self, module, sharded):
-        sharding.wrap_construct(module, sharded)
+        return sharding.wrap_construct(module, sharded)
 
     def sharded(self, module):
         return getattr(type(module), sharding.SHARDED, None)
@@ -80,6 +83,20 @@ class MindSporePlatform(Platform):
 
     def is_sharded(self, parameter):
         return isinstance(parameter, sharding.ShardedParameter)
+
+    # Dtypes and devices
+
+    def dtype_name(self, value):
+        return host.dtype_name(value)
+
+    def is_floating(self, value):
+        return host.dtype_name(value) in ("float16", "bfloat16", "float32", "float64")
+
+    def same_device(self, x, weight):
+        return True  # a process has one device
+
+    def needs_gradient(self, x):
+        return False  # nothing on a tensor says so
 
     # Integers
 
@@ -191,5 +208,13 @@ class MindSporePlatform(Platform):
     def sum_over_group(self, x, group, name):
         return device.collectives().all_reduce(x, group, name)
 
+    def rows_with_nan(self, x):
+        return device.routing().rows_with_nan(x)
+
     def digests(self, x, group, name):
         return device.routing().digests(x, group, name)
+
+    # Training
+
+    def gradients(self):
+        return gradients.VERBS

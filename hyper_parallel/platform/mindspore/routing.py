@@ -20,6 +20,7 @@ __all__ = [
     "multi_hot",
     "nonzero",
     "probabilities",
+    "rows_with_nan",
     "sort_by_expert",
     "take_along",
     "top_indices",
@@ -70,13 +71,22 @@ def count_in_backward(x, counter_E, counts_E):
 
 
 def digests(x, group, name):
-    """Four numbers per rank that differ where the ranks' x differ; see ``Platform.digests``."""
-    rows = x.asnumpy().reshape(x.shape[0], int(np.prod(x.shape[1:]))).astype(np.float64)
-    digest = [x.shape[0], rows.sum(), np.square(rows).sum(), rows.sum(1) @ np.arange(1, x.shape[0] + 1)]
-    # As integers of the same bits: not every backend and device takes float64.
-    bits = Tensor(np.asarray(digest, np.float64).view(np.int64))
-    gathered = device.collectives().all_gather(bits, group, name)
-    return [vector.asnumpy().view(np.float64).tolist() for vector in gathered]
+    """Three integers per rank that differ where the bits of the ranks' x do; see ``Platform.digests``."""
+    # numpy has no bfloat16: as float32, exactly.
+    values = np.ascontiguousarray((x.astype(ms.float32) if x.dtype == ms.bfloat16 else x).asnumpy())
+    bits = values.reshape(-1).view(f"i{values.itemsize}").astype(np.int64)
+    # Each number counts with a weight of its place, modulo 2**64, so that no other order gives the same sum.
+    weights = (np.arange(len(bits)) + 1) * np.int64(0x9E3779B97F4A7C1)
+    digest = Tensor(np.array([x.shape[0], bits.sum(), (bits * weights).sum()], np.int64))
+    return [vector.asnumpy().tolist() for vector in device.collectives().all_gather(digest, group, name)]
+
+
+def rows_with_nan(x):
+    """Which rows of x hold a NaN; see ``Platform.rows_with_nan``."""
+    values = (x.astype(ms.float32) if x.dtype == ms.bfloat16 else x).asnumpy()
+    if values.dtype.kind != "f" or values.size == 0:
+        return []
+    return np.flatnonzero(np.isnan(values).reshape(len(values), -1).any(1)).tolist()
 
 
 class TakeAlong(Function):

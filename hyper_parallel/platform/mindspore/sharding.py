@@ -3,12 +3,14 @@
 MindSpore 2.10 has no distributed tensor; a ``ShardedParameter`` is one of the local shape that knows its layout.
 """
 
+import functools
+
 from mindspore import Parameter, Tensor, mint
 
-from hyper_parallel.platform.mindspore import device
+from hyper_parallel.platform.mindspore import compat, device, initial
 from hyper_parallel.platform.mindspore.rows import copied
 
-__all__ = ["ShardedParameter", "distribute", "shard_parameter", "wrap_construct", "SHARDED"]
+__all__ = ["ShardedParameter", "distribute", "shard_parameter", "wrap_construct", "pynative_only", "SHARDED"]
 
 SHARDED = "_hyper_parallel_sharded"
 
@@ -22,7 +24,8 @@ class ShardedParameter(Parameter, Tensor):
 
     @staticmethod
     def of(local, name, requires_grad, device_mesh, placements):
-        parameter = Parameter(local, name=name, requires_grad=requires_grad)
+        # MindSpore's word for "this rank's own": its gradient reducers leave such a parameter alone.
+        parameter = Parameter(local, name=name, requires_grad=requires_grad, layerwise_parallel=True)
         # MindSpore builds a parameter's class at run time, so that it cannot be constructed as another one.
         parameter.__class__ = ShardedParameter
         parameter.device_mesh, parameter.placements = device_mesh, placements
@@ -43,6 +46,31 @@ class ShardedParameter(Parameter, Tensor):
                 shards = device.collectives().all_gather(whole, group, name)
                 whole = mint.cat(shards, self.placements[axis].dim)
         return whole
+
+    def set_data(self, data, slice_shape=False):
+        """New values for this rank's shard, which keeps its shape.
+
+        Raises:
+            ValueError: data of another shape, such as the whole weight.
+        """
+        if tuple(data.shape) != tuple(self.shape):
+            raise ValueError(
+                f"{self.name} is a shard of shape {tuple(self.shape)}, got values of shape {tuple(data.shape)}; load "
+                "whole weights before the style is applied, or give this rank's part of them"
+            )
+        return super().set_data(data, slice_shape)
+
+    @property
+    def main_grad(self):
+        """Where MindSpore's ``DistributedDataParallel`` keeps a gradient; a shard refuses to get one."""
+        raise AttributeError("a shard has no main_grad")
+
+    @main_grad.setter
+    def main_grad(self, value):
+        raise TypeError(
+            f"{self.name} is a shard: MindSpore's DistributedDataParallel would give it the values and gradients of "
+            "other experts; leave it out and sum gradients with hyper_parallel.reduce_gradients"
+        )
 
     def __deepcopy__(self, memo):
         copy = copied(Tensor(self))
@@ -67,25 +95,49 @@ def distribute(tensor, device_mesh, placements, name="tensor", requires_grad=Fal
 def shard_parameter(cell, name, device_mesh, placements):
     """Replace a parameter by its shard, under the name that optimizers and checkpoints know."""
     old = getattr(cell, name)
-    if old.has_init:
-        old = old.init_data()
-    new = distribute(old, device_mesh, placements, old.name, old.requires_grad)
+    if old.has_init and initial.drawn_by_element(old):
+        local = initial.shard_of(old, device_mesh, placements)
+        new = ShardedParameter.of(local, old.name, old.requires_grad, device_mesh, placements)
+    else:
+        whole = old.init_data() if old.has_init else old
+        new = distribute(whole, device_mesh, placements, old.name, old.requires_grad)
     cell.insert_param_to_cell(name, new)
     new.name = old.name
+    compat.replace_in_recompute(old, new)
 
 
 def wrap_construct(cell, sharded):
-    """Give ``cell`` a subclass of its class whose construct is ``sharded``; see ``Platform.wrap_forward``."""
+    """Prepare a subclass of the cell's class whose construct is ``sharded``; see ``Platform.wrap_forward``."""
     original = type(cell)
     if SHARDED in vars(original):
-        setattr(original, SHARDED, sharded)
-        return
+        return functools.partial(setattr, original, SHARDED, sharded)
 
     def construct(self, *inputs, **keywords):
-        def local_forward(*local_inputs, **local_keywords):
-            return original.construct(self, *local_inputs, **local_keywords)
-
-        return getattr(type(self), SHARDED)(self, local_forward, *inputs, **keywords)
+        pynative_only()
+        return _run(self, original, inputs, keywords)
 
     body = {"construct": construct, SHARDED: sharded, "__module__": original.__module__, "__doc__": original.__doc__}
-    cell.__class__ = type(f"{sharded.label}{original.__name__}", (original,), body)
+    wrapped = type(f"{sharded.label}{original.__name__}", (original,), body)
+
+    def put_on():
+        cell.__class__ = wrapped
+        compat.renew_recompute(cell)
+
+    return put_on
+
+
+def _run(cell, original, inputs, keywords):
+    def local_forward(*local_inputs, **local_keywords):
+        return original.construct(cell, *local_inputs, **local_keywords)
+
+    return getattr(type(cell), SHARDED)(cell, local_forward, *inputs, **keywords)
+
+
+def pynative_only():
+    """The first line of every construct of the library: says in words what MindSpore's compiler could not compile."""
+    if compat.being_compiled():  # @jit.cond: True
+        raise RuntimeError(
+            "hyper_parallel runs in MindSpore's PyNative mode only, not in GRAPH_MODE or ms.jit: call "
+            "mindspore.set_context(mode=mindspore.PYNATIVE_MODE), and leave the layer out of ms.jit or use "
+            "ms.jit(..., capture_mode='bytecode')"
+        )

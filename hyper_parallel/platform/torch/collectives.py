@@ -6,9 +6,11 @@ Every tensor is made contiguous before a backend sees it: gradients of ``sum()``
 import atexit
 import functools
 import time
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.torch import compat
@@ -46,8 +48,10 @@ def let_gloo_finish_before_exit():
     atexit.register(time.sleep, SECONDS_FOR_GLOO)
 
 
+@contextmanager
 def _named(name, group):
-    return operation(name, dist.get_process_group_ranks(group), dist.get_rank())
+    with compat.profiled(name), operation(name, dist.get_process_group_ranks(group), dist.get_rank()):
+        yield
 
 
 class CountsExchange:
@@ -100,6 +104,7 @@ class AllToAllRows(torch.autograd.Function):
         return _all_to_all(x, send_splits, recv_splits, group, name)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return ctx.swapped(grad), None, None, None, None
 
@@ -113,6 +118,7 @@ class CopyToGroup(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return all_reduce(grad, *ctx.call), None, None, None
 
@@ -125,6 +131,7 @@ class ReduceFromGroup(torch.autograd.Function):
         return all_reduce(x, group, name, dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return grad, None, None, None
 
@@ -149,6 +156,7 @@ class SplitOverGroup(torch.autograd.Function):
         return _share(x, splits, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return _gather(grad, *ctx.call), None, None, None
 
@@ -162,5 +170,6 @@ class GatherFromGroup(torch.autograd.Function):
         return _gather(x, splits, group, name)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return _share(grad, *ctx.call), None, None, None

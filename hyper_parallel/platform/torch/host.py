@@ -3,10 +3,16 @@
 import numpy as np
 import torch
 
-__all__ = ["int_tensor", "int_tensors", "made_by_host", "on_host", "to_host"]
+__all__ = ["dtype_name", "int_tensor", "int_tensors", "made_by_host", "on_host", "to_host"]
 
 # Attribute of a tensor that was made from host values: they need not be copied back to be read.
 HOST_VALUES = "_hyper_parallel_host_values"
+
+
+def dtype_name(value):
+    """The dtype of a tensor, or a dtype, without the framework's name in front."""
+    dtype = getattr(value, "dtype", value)
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else type(value).__name__
 
 
 def on_host(tensor):

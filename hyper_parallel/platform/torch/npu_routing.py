@@ -13,6 +13,7 @@ from hyper_parallel.platform.torch.routing import (
     digests,
     multi_hot,
     probabilities,
+    rows_with_nan,
     take_along,
     top_indices,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "multi_hot",
     "nonzero",
     "probabilities",
+    "rows_with_nan",
     "sort_by_expert",
     "take_along",
     "top_indices",

@@ -1,6 +1,8 @@
 """The verbs of ``Platform`` on PyTorch."""
 
+import math
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,8 +10,9 @@ import torch.distributed.tensor as dt
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.platform import Platform
-from hyper_parallel.platform.torch import collectives, compat, device, host, routing, sharding
+from hyper_parallel.platform.torch import collectives, compat, device, gradients, host, routing, sharding
 
 __all__ = ["TorchPlatform"]
 
@@ -40,6 +43,9 @@ class TorchPlatform(Platform):
     def parameters(self, module):
         return dict(module.named_parameters(recurse=False))
 
+    def buffers(self, module):
+        return dict(module.named_buffers(recurse=False))
+
     def named_modules(self, module):
         return module.named_modules()
 
@@ -47,7 +53,7 @@ class TorchPlatform(Platform):
         return "forward" in module.__dict__
 
     def wrap_forward(self, module, sharded):
-        sharding.wrap_forward(module, sharded)
+        return sharding.wrap_forward(module, sharded)
 
     def sharded(self, module):
         return getattr(type(module), sharding.SHARDED, None)
@@ -70,9 +76,13 @@ class TorchPlatform(Platform):
         )
 
     def init_device_mesh(self, device_type, shape, names):
-        mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=names)
+        ranks = range(math.prod(shape))
+        with operation(f"init_device_mesh{shape}: making the process groups", ranks, int(os.environ.get("RANK", 0))):
+            if device_type == "cpu" and dist.is_initialized():
+                mesh = _mesh_with_time_limit(shape, names)
+            else:
+                mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=names)
         if device_type == "cpu":
-            _share_time_limit(mesh)
             collectives.let_gloo_finish_before_exit()
         return mesh
 
@@ -89,6 +99,20 @@ class TorchPlatform(Platform):
 
     def is_sharded(self, parameter):
         return isinstance(parameter, dt.DTensor)
+
+    # Dtypes and devices
+
+    def dtype_name(self, value):
+        return host.dtype_name(value)
+
+    def is_floating(self, value):
+        return host.dtype_name(value) in ("float16", "bfloat16", "float32", "float64")
+
+    def same_device(self, x, weight):
+        return x.device == weight.device and x.device.type != "meta"
+
+    def needs_gradient(self, x):
+        return x.requires_grad and torch.is_grad_enabled()
 
     # Integers
 
@@ -202,16 +226,27 @@ class TorchPlatform(Platform):
     def sum_over_group(self, x, group, name):
         return collectives.all_reduce(x, group, name)
 
+    def rows_with_nan(self, x):
+        return routing.rows_with_nan(x)
+
     def digests(self, x, group, name):
         return routing.digests(x, group, name)
 
+    # Training
 
-def _share_time_limit(mesh):
-    """Give the mesh's own groups the time limit of the default group.
+    def gradients(self):
+        return gradients.VERBS
+
+
+def _mesh_with_time_limit(shape: Sequence[int], names: Sequence[str] | None) -> DeviceMesh:
+    """A mesh of CPU ranks whose groups have the time limit of the default group from the start.
 
     torch gives a new group its default of 30 minutes, whatever the user set for the default group; a rank that never
-    comes would be waited for that long.
+    comes to make the groups, or to a collective on them, would be waited for that long.
     """
     limit = compat.default_time_limit("cpu")
-    for axis in range(mesh.ndim):
+    backends = dict.fromkeys(names or range(len(shape)), ("gloo", compat.gloo_options(limit)))
+    mesh = dist.init_device_mesh("cpu", tuple(shape), mesh_dim_names=names, backend_override=backends)
+    for axis in range(mesh.ndim):  # an axis over all ranks is the default group itself, or one that existed
         compat.set_time_limit(mesh.get_group(axis), limit)
+    return mesh

@@ -3,11 +3,13 @@
 Shape suffixes: T tokens, K experts per token, E experts, R rows (T * K).
 """
 
-import math
-
 import torch
+from torch.autograd.function import once_differentiable
 
 from hyper_parallel.platform.torch import collectives
+
+# The integers of the same size as a number.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 __all__ = [
     "count_in_backward",
@@ -16,6 +18,7 @@ __all__ = [
     "multi_hot",
     "nonzero",
     "probabilities",
+    "rows_with_nan",
     "sort_by_expert",
     "take_along",
     "top_indices",
@@ -68,11 +71,19 @@ def count_in_backward(x, counter_E, counts_E):
 
 
 def digests(x, group, name):
-    """Four numbers per rank that differ where the ranks' x differ; see ``Platform.digests``."""
-    x = x.detach().double().reshape(x.shape[0], math.prod(x.shape[1:]))
-    weights = torch.arange(1.0, x.shape[0] + 1, dtype=x.dtype, device=x.device)
-    digest = torch.stack([torch.tensor(float(x.shape[0])).to(x), x.sum(), x.square().sum(), x.sum(1) @ weights])
+    """Three integers per rank that differ where the bits of the ranks' x do; see ``Platform.digests``."""
+    bits = x.detach().contiguous().reshape(-1).view(INTEGERS[x.element_size()]).to(torch.int64)
+    # Each number counts with a weight of its place, modulo 2**64, so that no other order gives the same sum.
+    weights = (torch.arange(len(bits), device=x.device) + 1) * 0x9E3779B97F4A7C1
+    digest = torch.stack([torch.tensor(x.shape[0], device=x.device), bits.sum(), (bits * weights).sum()])
     return collectives.all_gather_vector(digest, group, name).tolist()
+
+
+def rows_with_nan(x):
+    """Which rows of x hold a NaN; see ``Platform.rows_with_nan``."""
+    if not x.is_floating_point() or x.numel() == 0:
+        return []
+    return torch.isnan(x.detach()).reshape(x.shape[0], -1).any(1).nonzero().flatten().tolist()
 
 
 class CountInBackward(torch.autograd.Function):
@@ -84,6 +95,7 @@ class CountInBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         ctx.counter_E.add_(ctx.counts_E)
         return grad, None, None

@@ -9,6 +9,7 @@ Shape suffixes: R rows, T rows before they are copied, N features of any kind, D
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 __all__ = [
     "BLOCK_ELEMENTS",
@@ -61,6 +62,7 @@ class Permute(torch.autograd.Function):
         return _taken(x, order_R, copies)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (inverse_R,) = ctx.saved_tensors
         return summed_copies(grad, inverse_R, ctx.copies), None, None, None
@@ -76,6 +78,7 @@ class Unpermute(torch.autograd.Function):
         return summed_copies(x, inverse_R, copies)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (order_R,) = ctx.saved_tensors
         return _taken(grad, order_R, ctx.copies), None, None, None
@@ -97,7 +100,7 @@ class ScaleRows(torch.autograd.Function):
         return scaled_rows(x_RD, scores_R)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, grad_RD):
         x_RD, scores_R = ctx.saved_tensors
         needs_x, needs_scores = ctx.needs_input_grad

@@ -1,8 +1,12 @@
 """Parameters as DTensors, and modules that compute with their local parts."""
 
+import functools
+
+import torch.distributed as dist
 import torch.distributed.tensor as dt
 from torch import nn
 
+from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.torch import compat
 
 __all__ = ["to_torch", "shard_parameter", "wrap_forward", "SHARDED"]
@@ -23,22 +27,22 @@ def to_torch(placements):
 def shard_parameter(module, name, device_mesh, placements):
     """Replace a parameter by a DTensor parameter; attributes that a user put on it go along."""
     old = getattr(module, name)
-    new = nn.Parameter(
-        dt.distribute_tensor(old.detach(), device_mesh, to_torch(placements)), requires_grad=old.requires_grad
-    )
+    whole, ranks = old.detach(), device_mesh.mesh.flatten().tolist()
+    with operation(f"distribute_tensor: laying out {name}", ranks, dist.get_rank()):
+        sharded = dt.distribute_tensor(whole, device_mesh, to_torch(placements))
+    new = nn.Parameter(sharded, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     module.register_parameter(name, new)
 
 
 def wrap_forward(module, sharded):
-    """Give ``module`` a subclass of its class whose forward is ``sharded``.
+    """Prepare a subclass of the module's class whose forward is ``sharded``; what comes back puts it on.
 
     A class, unlike a forward put on the object, is shared by deep copies without tying them to the original.
     """
     original = type(module)
     if SHARDED in vars(original):
-        setattr(original, SHARDED, sharded)
-        return
+        return functools.partial(setattr, original, SHARDED, sharded)
 
     def forward(self, *inputs, **keywords):
         def local_forward(*local_inputs, **local_keywords):
@@ -49,7 +53,8 @@ def wrap_forward(module, sharded):
     # Row counts are data: compiling this would compile again for every new routing.
     forward = compat.never_compiled(forward)
     body = {"forward": forward, SHARDED: sharded, "__module__": original.__module__, "__doc__": original.__doc__}
-    module.__class__ = type(f"{sharded.label}{original.__name__}", (original,), body)
+    wrapped = type(f"{sharded.label}{original.__name__}", (original,), body)
+    return functools.partial(setattr, module, "__class__", wrapped)
 
 
 def _call_with_local_parameters(module, original, inputs, keywords):

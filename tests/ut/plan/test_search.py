@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel.plan import Request, make_plans, plan, read_cluster, read_config, read_load, search, zipf_load
+from hyper_parallel.plan.clock import collective_seconds
 from hyper_parallel.plan.imbalance import imbalance_of
 from hyper_parallel.plan.layer import Collective
 from hyper_parallel.plan.picture import pareto_front
@@ -207,3 +208,12 @@ def test_a_ring_inside_one_host_and_one_between_hosts():
     assert on_links(one, 8, 1, A2) == {"inside": 2 * 7000, "between": 0}
     assert on_links(one, 8, 8, A2) == {"inside": 0, "between": 2 * 7000}
     assert on_links(one, 8, 2, A2) == {"inside": 2 * 6000, "between": 2 * 1000}  # 4 in a host, 2 hosts, a quarter each
+
+
+def test_two_devices_with_a_link_of_their_own_use_no_other():
+    one = Collective("tp", "forward", "all-to-all", "rows", 2 * 10**9, "")
+    for size, links in ((2, 1), (4, 3), (8, 7)):
+        expected = 2e9 * (size - 1) / size / (links * A2.inside.pair_bandwidth) + A2.inside.latency
+        assert collective_seconds(one, size, 1, A2) == pytest.approx(expected)
+    a3 = read_cluster("atlas-a3")  # one switch: a rank's whole bandwidth goes to any number of others
+    assert collective_seconds(one, 2, 1, a3) == pytest.approx(1e9 / a3.inside.bandwidth + a3.inside.latency)

@@ -148,7 +148,8 @@ def test_one_copy_to_the_host(mindspore_pool):
     """Both lists of counts together; what the library made of host numbers itself is not copied back."""
     for copies, on_host in mindspore_pool.run(cases.copies_to_host, problem=PROBLEM):
         assert not on_host
-        assert copies == [(4 + 4,)]
+        # Counts of four experts, and from two ranks those of two experts with four integers on what they send.
+        assert copies == [(4 + 2 * (2 + 4),)]
 
 
 def test_the_choice_is_logged(mindspore_pool):

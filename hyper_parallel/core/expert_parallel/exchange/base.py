@@ -2,7 +2,7 @@
 
 A MoE layer routes, and then calls, for whatever way its style names:
 
-    arriving     = exchange.start(routing.counts_E)
+    arriving     = exchange.start(routing.counts_E, x_TD, scores_TK)
     inputs, trip = exchange.dispatch(x_TD, scores_TK, selected_TK, routing, arriving)
     rows_RD      = experts(*inputs)                      local rows, with counts over the experts of this rank
     y_TD         = exchange.combine(rows_RD, trip)
@@ -87,10 +87,11 @@ class Exchange(ABC):
     def __init__(self, places: Places) -> None:
         self.places = places
 
-    def start(self, counts_E: Tensor) -> Any:
+    def start(self, counts_E: Tensor, x_TD: Tensor, scores_TK: Tensor) -> Any:
         """Start what can travel before the rows are ready, the counts; its result is the ``arriving`` of dispatch.
 
-        Every rank of the ep group calls this, and nothing else may be asked of the group before dispatch.
+        Every rank of the ep group calls this, and nothing else may be asked of the group before dispatch. Tokens and
+        scores are given for what they are (dtype, width), on which the ranks must agree.
         """
         return None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.expert_parallel.agreement import Sending, agreed_counts, described, ranks_of
 from hyper_parallel.core.expert_parallel.exchange.base import Exchange, LocalInputs, Places, Routing
 from hyper_parallel.core.types import Tensor
 
@@ -46,7 +47,7 @@ class DedupExchange(Exchange):
         num_experts, ep_mesh = self.places.num_experts, self.ep_mesh
         num_tokens, top_k = selected_TK.shape
         needs_TP = platform.multi_hot(platform.floor_divide(selected_TK, size), ep_mesh.size())
-        send, recv, counts_L = self._plan(needs_TP, routing.counts_E)
+        send, recv, counts_L = self._plan(needs_TP, routing.counts_E, Sending.of(platform, x_TD, scores_TK))
 
         # Rank-major: all tokens that rank 0 needs, then those of rank 1, and so on.
         token_M = platform.nonzero(needs_TP.T.reshape((num_tokens * ep_mesh.size(),)), sum(send)) % num_tokens
@@ -77,16 +78,17 @@ class DedupExchange(Exchange):
         group = self.ep_mesh.get_group()
         return self.places.platform.all_to_all_rows(values, send, recv, group, f"{name} over ep")
 
-    def _plan(self, needs_TP: Tensor, counts_E: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
+    def _plan(
+        self, needs_TP: Tensor, counts_E: Tensor, sending: Sending
+    ) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
         """Tokens to each rank, tokens from each rank, and rows of each of its experts: one copy to the host."""
         platform, ep_mesh = self.places.platform, self.ep_mesh
         num_ranks = ep_mesh.size()
         tokens_P = platform.to_int(needs_TP.sum(0)) if needs_TP.shape[0] else counts_E[:num_ranks] * 0
         # To each rank: the rows for each of its experts, then the tokens that they come from.
         meant = platform.concat([counts_E.reshape((num_ranks, -1)), tokens_P.reshape((num_ranks, 1))], 1)
-        meant = meant.reshape((meant.shape[0] * meant.shape[1],))
         name = "dispatch: all-to-all of counts over ep"
-        arriving = platform.start_counts_exchange(meant, ep_mesh.get_group(), name)
+        arriving = platform.start_counts_exchange(described(platform, meant, sending), ep_mesh.get_group(), name)
         send, arrived = platform.to_host(tokens_P, arriving.wait())
-        received = np.asarray(arrived, np.int64).reshape(num_ranks, -1)
+        received = agreed_counts(arrived, num_ranks, ranks_of(ep_mesh))
         return tuple(send), tuple(received[:, -1].tolist()), received[:, :-1].sum(0)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hyper_parallel.core.expert_parallel.agreement import Sending, agreed_counts, described, ranks_of
 from hyper_parallel.core.expert_parallel.checks import check_counts
 from hyper_parallel.core.expert_parallel.exchange.base import Exchange, LocalInputs, Routing
 from hyper_parallel.core.types import Group, Mesh, Tensor
@@ -58,10 +59,11 @@ class _Trip:
 class RowsExchange(Exchange):
     """The exact exchange: T * K rows leave, and as many come back. With one ep rank they are only sorted."""
 
-    def start(self, counts_E: Tensor) -> Arriving | None:
-        if self.places.ep_mesh is None:
+    def start(self, counts_E: Tensor, x_TD: Tensor, scores_TK: Tensor) -> Arriving | None:
+        platform, ep_mesh = self.places.platform, self.places.ep_mesh
+        if ep_mesh is None:
             return None
-        return start_counts(self.places.platform, counts_E, self.places.ep_mesh)
+        return start_counts(platform, counts_E, Sending.of(platform, x_TD, scores_TK), ep_mesh)
 
     def dispatch(
         self, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor, routing: Routing, arriving: Arriving | None
@@ -106,10 +108,10 @@ def inverse_order(order_R: np.ndarray) -> np.ndarray:
     return inverse_R
 
 
-def start_counts(platform: Platform, num_tokens_per_expert_E: Tensor, ep_mesh: Mesh) -> Arriving:
+def start_counts(platform: Platform, counts_E: Tensor, sending: Sending, ep_mesh: Mesh) -> Arriving:
     """Start step 1 of :func:`send_rows`, to do something else while it runs."""
-    name = "dispatch: all-to-all of counts over ep"
-    return platform.start_counts_exchange(num_tokens_per_expert_E, ep_mesh.get_group(), name)
+    meant = described(platform, counts_E.reshape((ep_mesh.size(), -1)), sending)
+    return platform.start_counts_exchange(meant, ep_mesh.get_group(), "dispatch: all-to-all of counts over ep")
 
 
 def send_rows(
@@ -122,7 +124,8 @@ def send_rows(
 ) -> tuple[LocalInputs, RowsTravel | None]:
     """Bring each row to the rank that owns its expert.
 
-    1. The counts go to the ranks they are meant for; what arrives says how many rows will come from where.
+    1. The counts go to the ranks they are meant for, with what kind of rows this rank sends; what arrives says how many
+       rows will come from where, and whether all ranks mean the same.
     2. Both lists of counts reach the host in one copy.
     3. Rows (and scores) are exchanged.
     4. They are reordered from rank-major to expert-major.
@@ -139,13 +142,13 @@ def send_rows(
     """
     if ep_mesh is None or ep_mesh.size() == 1:
         return LocalInputs(x_RD, num_tokens_per_expert_E, scores_R), None
-    num_ranks, group = ep_mesh.size(), ep_mesh.get_group()
+    group = ep_mesh.get_group()
     if arriving is None:
-        arriving = start_counts(platform, num_tokens_per_expert_E, ep_mesh)
+        arriving = start_counts(platform, num_tokens_per_expert_E, Sending.of(platform, x_RD, scores_R), ep_mesh)
     counts_E, arrived = platform.to_host(num_tokens_per_expert_E, arriving.wait())
     if not platform.on_host(num_tokens_per_expert_E):
         check_counts(counts_E, x_RD.shape[0])
-    recv_counts_PL = np.asarray(arrived, np.int64).reshape(num_ranks, -1)
+    recv_counts_PL = agreed_counts(arrived, ep_mesh.size(), ranks_of(ep_mesh))
 
     travel, counts_L = _plan(platform, counts_E, recv_counts_PL, like=x_RD)
     rows = _send(platform, x_RD, travel, group, "rows")

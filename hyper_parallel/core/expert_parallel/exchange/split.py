@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.expert_parallel.agreement import Sending, agreed_counts, described
 from hyper_parallel.core.expert_parallel.exchange.base import Exchange, LocalInputs, Places, Routing
 from hyper_parallel.core.expert_parallel.exchange.rows import (
     expert_major_order,
@@ -67,7 +68,7 @@ class SplitExchange(Exchange):
         scores_SK = platform.split_over_group(scores_TK, shares, group, name.format("scores"))
         mine = slice(sum(shares[:tp_rank]), sum(shares[: tp_rank + 1]))
         routing = Routing(*platform.sort_by_expert(selected_TK[mine], self.places.num_experts))
-        send, arrived_QPL = self._counts(routing.counts_E)
+        send, arrived_QPL = self._counts(routing.counts_E, Sending.of(platform, x_TD, scores_TK))
 
         order = expert_major_order(arrived_QPL.reshape(-1, arrived_QPL.shape[2]))
         order_R, inverse_R, counts_L = platform.int_tensors(
@@ -100,11 +101,14 @@ class SplitExchange(Exchange):
         name = "moe: all-gather of the output tokens over tp"
         return platform.gather_from_group(y_SD, trip.shares, tp_mesh.get_group(), name)
 
-    def _counts(self, counts_E: Tensor) -> tuple[tuple[int, ...], np.ndarray]:
+    def _counts(self, counts_E: Tensor, sending: Sending) -> tuple[tuple[int, ...], np.ndarray]:
         """Rows to each ep rank, and rows received by each tp rank [Q], from each ep rank [P], for each local expert
         [L]: one copy to the host."""
         platform, ep_mesh, tp_mesh = self.places.platform, self.places.ep_mesh, self.tp_mesh
-        arrived = counts_E if ep_mesh is None else start_counts(platform, counts_E, ep_mesh).wait()
+        if ep_mesh is None:
+            arrived = described(platform, counts_E.reshape((1, -1)), sending)
+        else:
+            arrived = start_counts(platform, counts_E, sending, ep_mesh).wait()
         arrived = platform.start_counts_exchange(
             platform.concat([arrived] * tp_mesh.size(), 0),
             tp_mesh.get_group(),
@@ -112,8 +116,11 @@ class SplitExchange(Exchange):
         ).wait()
         counts, received = platform.to_host(counts_E, arrived)
         num_ranks = 1 if ep_mesh is None else ep_mesh.size()
-        received_QPL = np.asarray(received, np.int64).reshape(tp_mesh.size(), num_ranks, -1)
-        return splits_by_rank(counts, num_ranks), received_QPL
+        tp = tp_mesh.size()
+        received_RL = agreed_counts(
+            received, tp * num_ranks, lambda: [f"(ep {p}, tp {q})" for q in range(tp) for p in range(num_ranks)]
+        )
+        return splits_by_rank(counts, num_ranks), received_RL.reshape(tp_mesh.size(), num_ranks, -1)
 
     def _bring(self, values: Tensor, trip: _Trip, what: str) -> Tensor:
         """This rank's rows, or their scores -> those of all tp ranks for this rank's experts, by expert."""

@@ -1,0 +1,111 @@
+"""What used to be silently wrong, or to end an innocent process, is refused with words, before anything changes."""
+
+import numpy as np
+import pytest
+
+from tests.distributed import refusal_cases as cases
+from tests.harness import oracle
+
+PROBLEM = oracle.make_problem(2, 4, 6, 8, counts=[[4, 3, 5, 4], [2, 6, 0, 8]])
+
+
+def assert_words(found, words):
+    assert found.keys() == words.keys()
+    for name, (kind, *parts) in words.items():
+        assert found[name] is not None, name
+        assert found[name][0] == kind and all(part in found[name][1] for part in parts), (name, found[name])
+
+
+def test_at_apply(pool):
+    for found in pool.run(cases.at_apply, problem=PROBLEM):
+        floating = "reduce_dtype must be a floating dtype"
+        words = {
+            "reduce_dtype int32": ("ValueError", floating, "int32"),
+            "reduce_dtype text": ("ValueError", floating, "'float32'"),
+            "shared by two layers": ("ValueError", "'layers.0.experts.w1' and 'layers.1.experts.w1' are one parameter"),
+            "class in a plan": ("TypeError", "write ExpertTensorParallel() for an object of the class"),
+            "star": ("ValueError", "module 'layers'"),  # "*" stands for one name, not for the module itself
+            "no subclasses": ("TypeError", "Final takes no subclasses"),
+        }
+        assert_words(found, words)
+
+
+def test_of_torch(torch_pool):
+    for found in torch_pool.run(cases.of_torch_at_apply, problem=PROBLEM):
+        words = {
+            "buffer per expert": ("ValueError", "buffer 'gain' of shape (4,) has entries for num_experts"),
+            "buffer per hidden": ("ValueError", "buffer 'gain' of shape (2, 8) has entries for hidden_dim"),
+            "descending mesh": ("ValueError", "ranks must ascend along every axis", "[[3, 2], [1, 0]]"),
+            "dtypes": ("ValueError", "one dtype", "w2 torch.float32"),
+            "meta": ("ValueError", "GroupedExperts: rows are on cpu but the experts' weights on meta", "to_empty"),
+            "DTensor": ("TypeError", "x must be a plain torch tensor", "to_local()"),
+            "width": ("ValueError", "x must have shape [..., 6]", "got (4, 7)"),
+        }
+        assert_words(found, words)
+
+
+def test_second_derivatives(torch_pool):
+    for found in torch_pool.run(cases.second_derivatives, problem=PROBLEM):
+        assert all(message is not None and "once_differentiable" in message[1] for message in found), found
+
+
+@pytest.mark.parametrize("how", ["dtype", "scores", "gradient"])
+def test_all_ranks_of_an_exchange_say_that_they_differ(pool, how):
+    if pool.platform == "mindspore" and how == "gradient":
+        pytest.skip("nothing on a MindSpore tensor says whether a gradient will come")
+    what = {
+        "dtype": ("same dtype of rows", "float32 on rank 3, float64 on rank 1"),
+        "scores": ("same dtype of scores", "none on rank 3, float64 on rank 1"),
+        "gradient": ("same need of a gradient", "absent on rank 3, there on rank 1"),
+    }[how]
+    if pool.platform == "mindspore":  # its adapter works in float32
+        what = {"scores": (what[0], "none on rank 3, float32 on rank 1")}.get(how)
+        if what is None:
+            pytest.skip("float64 is tried on torch")
+    results = pool.run(cases.ranks_that_differ, problem=PROBLEM, how=how, style="ExpertTensorParallel")
+    for rank, (found, y) in enumerate(results):
+        if rank % 2:
+            assert found[0] == "ValueError" and all(words in found[1] for words in what), found
+        assert np.isfinite(y).all()
+    for rank in (0, 2):  # the call after it is right: both tp ranks agree
+        np.testing.assert_array_equal(results[rank][1], results[rank + 1][1])
+
+
+def test_debug_mode_and_nan(pool):
+    """The same NaN on all ranks is not taken for a difference, and said."""
+    for message, records in pool.run(cases.debug_mode, problem=PROBLEM, how="nan"):
+        assert message is None
+        assert records == ["GroupedExperts: x holds NaN in rows 2"]
+
+
+def test_debug_mode_sees_permuted_columns(pool):
+    for message, _ in pool.run(cases.debug_mode, problem=PROBLEM, how="columns"):
+        assert message is not None and "those of tp coordinates [1] differ" in message[1]
+
+
+def test_wrong_arguments(pool):
+    for found in pool.run(cases.wrong_arguments):
+        words = {
+            "mesh_shape 4": ("TypeError", "mesh_shape must be a sequence of sizes", "got 4"),
+            "mesh_shape floats": ("TypeError", "mesh_shape must hold integers", "2.9"),
+            "names": ("TypeError", "mesh_dim_names must be a sequence of names", "'ep'"),
+            "Shard": ("TypeError", "Shard expects the number of a tensor dim", "'0'"),
+            "top_k": ("TypeError", "top_k must be an int, got 2.0"),
+            "no experts": ("ValueError", "num_experts must be at least 1, got 0"),
+            "update_expert_bias": ("TypeError", "expects a mesh", "'ep'"),
+            "bool scores": ("ValueError", "scores must be floating numbers"),
+        }
+        assert_words(found, words)
+
+
+def test_names_in_a_trace(torch_pool):
+    for names in torch_pool.run(cases.trace_names, problem=PROBLEM):
+        assert names == [
+            "combine: all-to-all of rows over ep",
+            "combine: all-to-all of rows over ep (backward)",
+            "dispatch: all-to-all of counts over ep",
+            "dispatch: all-to-all of rows over ep",
+            "dispatch: all-to-all of rows over ep (backward)",
+            "experts: sum of the output rows over tp",
+            "experts: sum of the rows' gradient over tp (backward)",
+        ]
