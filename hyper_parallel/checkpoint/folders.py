@@ -17,6 +17,7 @@ MANIFEST = "checkpoint.json"
 
 
 def partial_of(folder: Path) -> Path:
+    """Where a checkpoint is written until it is whole."""
     return folder.with_name(folder.name + ".partial")
 
 

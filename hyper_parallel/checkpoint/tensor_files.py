@@ -39,6 +39,7 @@ class Slice:
 
 
 def num_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Size of a tensor of this dtype (a key of ``STORED_AS``) and shape."""
     return STORED_AS[dtype].itemsize * math.prod(shape)
 
 
