@@ -1,0 +1,170 @@
+"""Loading: every rank checks its share of the files, then reads the byte ranges of its own slices."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.checkpoint import folders
+from hyper_parallel.checkpoint.agreement import CheckpointError, together
+from hyper_parallel.checkpoint.layout import overlap
+from hyper_parallel.checkpoint.manifest import check_files, read_manifest
+from hyper_parallel.checkpoint.progress import progress
+from hyper_parallel.checkpoint.rooms import room_of
+from hyper_parallel.checkpoint.tensor_files import num_bytes, read_box
+from hyper_parallel.checkpoint.values import STORED_AS
+
+__all__ = ["load"]
+
+
+def load(folder: str | Path, module: Any, optimizer: Any = None, *, random_state: bool = False) -> int | None:
+    """Give a module, and its optimizer, the values of a checkpoint of any mesh, style, number of ranks and framework.
+
+    Every rank of the job calls this with the same arguments, after the module was sharded and the optimizer made.
+    Values are written into the tensors that are there: dtypes, devices and placements stay. Nothing is written before
+    all files were checked and all names, shapes and dtypes found to fit.
+
+    Args:
+        folder: as it was given to ``save``.
+        module: has the parameters and persistent buffers of the checkpoint, and no others.
+        optimizer: of the same kind as the one saved; moments and step are loaded. Learning rates and the like stay
+            what the program made them.
+        random_state: restore the framework's random generators too; only for the same number of ranks and framework.
+
+    Returns:
+        The ``step`` that ``save`` was given.
+
+    Raises:
+        CheckpointError: on every rank, what went wrong on any of them: files that are missing, truncated or altered;
+            all names, shapes and dtypes that do not fit.
+    """
+    room = room_of(module)
+    rank, num_ranks = room.rank_and_size()
+    source: dict[str, Any] = {}
+
+    def read():
+        source["folder"] = folders.found(Path(folder).absolute())
+        source["manifest"] = read_manifest(source["folder"])
+        return source["manifest"]["sha256"]
+
+    if len(set(together(room, "reading the manifest", read))) > 1:
+        raise CheckpointError(f"the ranks see different checkpoints under {folder}")
+    where, manifest = source["folder"], source["manifest"]
+    mine = dict(list(manifest["files"].items())[rank::num_ranks])
+    together(room, "checking files", lambda: check_files(where, mine))
+
+    def match():
+        source["model"] = room.model_values(module)
+        source["optimizer"], source["commit"] = {}, lambda: None
+        problems = []
+        if optimizer is not None and manifest["optimizer_state"] is None:
+            problems.append(("the checkpoint holds no optimizer state", "load without optimizer"))
+        elif optimizer is not None:
+            saved = manifest["optimizer"], manifest["optimizer_state"]
+            source["optimizer"], source["commit"] = room.optimizer_to_load(module, optimizer, *saved)
+            problems += _differences("optimizer state", source["optimizer"], manifest["optimizer"])
+        problems += _differences("model", source["model"], manifest["model"])
+        problems += _random_problems(manifest, room, num_ranks) if random_state else []
+        loads = [part for part in ("model", "optimizer") if part == "model" or optimizer is not None]
+        return {"problems": problems, "names": {part: sorted(source[part]) for part in loads}}
+
+    _raise_problems(together(room, "comparing with the checkpoint", match), manifest)
+    together(room, "reading", lambda: _read_all(where, manifest, source, shown=rank == 0))
+    if random_state:
+        together(room, "restoring random state", lambda: room.set_random_state(manifest["random_state"][rank]))
+    return manifest["step"]
+
+
+def _differences(what, values, saved):
+    """(problem, remedy) of every value of this rank that the checkpoint does not have as it is here."""
+    problems = []
+    for name, value in values.items():
+        if name not in saved:
+            problems.append((f"{what} {name}: not in the checkpoint", NAMES))
+            continue
+        dtype, shape = saved[name]["dtype"], tuple(saved[name]["shape"])
+        if shape != value.shape:
+            problems.append((f"{what} {name}: {shape} in the checkpoint, {value.shape} here", SHAPES))
+        elif dtype != value.dtype:
+            problems.append((f"{what} {name}: {dtype} in the checkpoint, {value.dtype} here", DTYPES))
+    return problems
+
+
+NAMES = "build the module that was saved, under the same names; if layers were renamed, rename them back for loading"
+SHAPES = "build the module with the sizes of the checkpoint"
+DTYPES = "cast the module to the checkpoint's dtype before loading, and to another one afterwards"
+
+
+def _random_problems(manifest, room, num_ranks):
+    if manifest["random_state"] is None:
+        return [("the checkpoint holds no random state", "load without random_state")]
+    if (manifest["framework"], manifest["num_ranks"]) != (room.NAME, num_ranks):
+        saved, here = f"{manifest['num_ranks']} ranks of {manifest['framework']}", f"{num_ranks} of {room.NAME}"
+        return [(f"the random state is that of {saved}, here are {here}", "load without random_state, and set a seed")]
+    return []
+
+
+def _raise_problems(told, manifest):
+    """Raise one error with all problems of all ranks, and with what no rank asked for."""
+    problems = [tuple(problem) for answer in told for problem in answer["problems"]]
+    for part in told[0]["names"]:
+        asked = {name for answer in told for name in answer["names"][part]}
+        what = "optimizer state" if part == "optimizer" else part
+        if part == "model" or manifest["optimizer_state"] is not None:
+            missing = [name for name in manifest[part] if name not in asked]
+            problems += [(f"{what} {name}: in the checkpoint, not here", NAMES) for name in missing]
+    if problems:
+        remedies = dict.fromkeys(remedy for _, remedy in problems)
+        lines = [
+            f"{remedy}:" + "".join(f"\n    {text}" for text in dict.fromkeys(t for t, r in problems if r == remedy))
+            for remedy in remedies
+        ]
+        raise CheckpointError(
+            "the checkpoint does not fit, and nothing was loaded. What to do:\n  " + "\n  ".join(lines)
+        )
+
+
+def _read_all(folder, manifest, source, shown):
+    """Fill this rank's tensors, one after the other; returns the number of bytes read."""
+    parts = [(manifest[part], source[part]) for part in ("model", "optimizer")]
+    total = sum(num_bytes(value.dtype, value.local_shape) for _, values in parts for value in values.values())
+    streams: dict[str, Any] = {}
+    num_read = 0
+    try:
+        with progress(f"loading {folder.name}", total, shown) as advance:
+            for saved, values in parts:
+                for name, value in values.items():
+                    array = np.empty(value.local_shape, STORED_AS[value.dtype])
+                    num_read += _read_value(folder, streams, saved[name]["pieces"], value, array)
+                    value.write(array)
+                    advance(array.nbytes)
+        source["commit"]()
+    finally:
+        for stream in streams.values():
+            stream.close()
+    return num_read
+
+
+def _read_value(folder, streams, saved_pieces, value, array):
+    num_read = 0
+    for piece in value.pieces:
+        for saved in saved_pieces:
+            shared = overlap(piece.offsets, piece.shape, saved["offsets"], saved["shape"])
+            if shared is None:
+                continue
+            offsets, shape = shared
+            stream = streams.get(saved["file"])
+            if stream is None:
+                stream = streams[saved["file"]] = open(folder / saved["file"], "rb", buffering=0)
+            inside = tuple(
+                slice(local.start + offset - start, local.start + offset - start + size)
+                for local, offset, start, size in zip(piece.local, offsets, piece.offsets, shape)
+            )
+            lower = [offset - start for offset, start in zip(offsets, saved["offsets"])]
+            # A scalar has no dims to slice; as one of a single element it can be filled like the others.
+            out = array[inside] if inside else array.reshape(1)
+            if inside:
+                num_read += read_box(stream, saved["start"], saved["shape"], lower, out)
+            else:
+                num_read += read_box(stream, saved["start"], (1,), (0,), out)
+    return num_read

@@ -1,0 +1,49 @@
+"""A tensor of a module or optimizer as checkpoints see it, whatever the framework."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyper_parallel.checkpoint.layout import Piece
+
+__all__ = ["Value", "STORED_AS"]
+
+# numpy's dtype for the bytes of each dtype of safetensors; what numpy does not have lies in integers of its size.
+STORED_AS = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor, of which this rank holds some pieces.
+
+    Attributes:
+        dtype: a key of ``STORED_AS``.
+        shape: of the whole tensor. local_shape: of this rank's part.
+        pieces: where this rank's part lies in the whole.
+        read: () -> this rank's part as numpy, in the storage dtype; may share memory with the tensor.
+        write: puts such an array back into the tensor.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    read: Callable[[], np.ndarray]
+    write: Callable[[np.ndarray], None]
