@@ -55,6 +55,6 @@ def test_score_positions(torch_pool, score_position):
 
 def test_a_hook_on_the_experts_breaks_the_graph(torch_pool):
     setting = {"style": "ExpertTensorParallel", "backend": "eager", "wrapping": "compile", "fullgraph": False}
-    for error, graphs, same_loads, _ in run(torch_pool, token_counts=(8, 8), hook=True, **setting):
+    for error, graphs, same_loads, _ in run(torch_pool, token_counts=(8, 8, 8, 8), hook=True, **setting):
         assert error < 1e-12 and same_loads
-        assert graphs[0] == graphs[1] > KINDS_OF_BLOCK
+        assert graphs[1] == graphs[-1] > KINDS_OF_BLOCK  # pieces may be met first in the second step; routings add none
