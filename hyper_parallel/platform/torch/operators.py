@@ -121,7 +121,7 @@ def _call_backward(grad: Tensor, ticket: Tensor, given: Sequence[Tensor]) -> lis
     record = _RECORDS.get(int(ticket))
     if record is None:
         raise RuntimeError(
-            "the record of a compiled MoE layer's forward is gone: its ticket, a tensor that the graph saves for "
+            "the record of a compiled MoE layer's forward is gone: its ticket, a 0-d tensor that the graph saves for "
             "backward, was copied. Leave 0-d tensors where they are when saved tensors are offloaded"
         )
     with torch.inference_mode(False):
