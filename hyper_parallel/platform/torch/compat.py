@@ -13,6 +13,7 @@ __all__ = [
     "ALL_TO_ALL",
     "all_to_all_single",
     "children_of",
+    "default_device",
     "default_time_limit",
     "gloo_options",
     "has_hooks",
@@ -71,6 +72,11 @@ def has_hooks(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called, which ties the module's calls to this object."""
     return module._compiled_call_impl is not None
+
+
+def default_device() -> torch.device:
+    """The device on which the default group's collectives take tensors."""
+    return torch.device(dist.distributed_c10d._get_pg_default_device())
 
 
 def default_time_limit(device_type: str) -> timedelta:

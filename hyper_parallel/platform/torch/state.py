@@ -13,6 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, RAdam, RMSprop
 from hyper_parallel.checkpoint.layout import Cut, local_pieces
 from hyper_parallel.checkpoint.values import STORED_AS, Value
 from hyper_parallel.platform.operation import operation
+from hyper_parallel.platform.torch import compat
 
 __all__ = [
     "NAME",
@@ -59,7 +60,7 @@ def all_gather(data: bytes, name: str) -> list[bytes]:
     rank, size = rank_and_size()
     if size == 1:
         return [data]
-    device = torch.device(dist.distributed_c10d._get_pg_default_device())
+    device = compat.default_device()
     with operation(name, range(size), rank):
         lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
         dist.all_gather(lengths, torch.tensor([len(data)], device=device))
