@@ -25,8 +25,8 @@ class Block(torch.nn.Module):
         return x + self.moe(self.norm(torch.tanh(self.linear(x))))
 
 
-def make_blocks(context, style, **arguments):
-    """Two blocks, the second with a sharded shared expert; and this rank's ep coordinate."""
+def make_blocks(context, style, num_kinds, **arguments):
+    """Two blocks, the second or (if of one kind) both with a sharded shared expert; and this rank's ep coordinate."""
     hp.set_platform("torch")
     torch.manual_seed(0)
     blocks = torch.nn.Sequential(Block(**arguments), Block(**arguments)).double()
@@ -35,7 +35,8 @@ def make_blocks(context, style, **arguments):
     style = getattr(hp, style)()
     for block in blocks:
         style.apply(block.moe.experts, mesh[style.mesh_dim_names])
-    hp.TensorParallel().apply(blocks[1].moe.shared_experts, mesh["tp"])
+    for block in blocks[num_kinds - 1 :]:
+        hp.TensorParallel().apply(block.moe.shared_experts, mesh["tp"])
     return blocks, mesh.get_local_rank("ep")
 
 
@@ -57,13 +58,13 @@ def evaluate(blocks, x):
     return [value.detach().numpy() for value in (y, x.grad, *gradients)], loads
 
 
-def compiled(context, style, backend, wrapping, token_counts, fullgraph=True, hook=False, arguments=None):
+def compiled(context, style, backend, wrapping, token_counts, num_kinds=2, fullgraph=True, hook=False, arguments=None):
     """Blocks compiled and not, over some numbers of tokens.
 
     Returns the largest relative error of output and gradients; the number of graphs after each step; whether the
     counters agreed; and how often the experts of the compiled blocks were reached in the last step.
     """
-    blocks, ep_rank = make_blocks(context, style, **(arguments or {}))
+    blocks, ep_rank = make_blocks(context, style, num_kinds, **(arguments or {}))
     torch.compiler.reset()
     counter, fast = CompileCounterWithBackend(backend), copy.deepcopy(blocks)
     if hook:

@@ -102,7 +102,7 @@ def _cut(name, placement, ndim):
     if kind == "_StridedShard":
         return Cut(placement.dim % ndim, placement.split_factor)
     raise ValueError(
-        f"{name} has the placement {placement}; a checkpoint takes Shard and Replicate: redistribute it first"
+        f"{name} has the placement {placement!r}; a checkpoint takes Shard and Replicate: redistribute it first"
     )
 
 
