@@ -44,7 +44,7 @@ def test_example_runs(name, tmp_path):
 
     ((exit_code, output),) = launch(platform, 4, [script], tmp_path)
 
-    assert exit_code == 0, output[-4000:]
+    assert exit_code == 0, output[-8000:]
     if name.startswith("README"):
         lines = re.findall(r"rank (\d): w1 \(4, 32, 16\), here \(2, 16, 16\); difference from one device (\S+)", output)
         assert {rank for rank, _ in lines} == {"0", "1", "2", "3"}, output[-4000:]

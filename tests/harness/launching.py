@@ -16,7 +16,8 @@ def launch(platform, num_ranks, arguments, folder, num_hosts=1):
     """Run ``platform/<platform>/launch.sh num_ranks *arguments`` once per host.
 
     Returns:
-        exit code and everything printed, per host. Whatever was started is gone.
+        exit code and everything printed, per host; where the code is not 0, with what the ranks wrote to logs of their
+        own. Whatever was started is gone.
     """
     port = str(free_port())
     elsewhere = _python_elsewhere(folder)
@@ -43,7 +44,17 @@ def launch(platform, num_ranks, arguments, folder, num_hosts=1):
         )
         output.close()
         started.append((launcher, home / "output"))
-    return [(_ended(launcher), path.read_text(encoding="utf-8", errors="replace")) for launcher, path in started]
+    ends = [(_ended(launcher), path) for launcher, path in started]
+    return [(code, _text(path) + (_rank_logs(path.parent / "log") if code else "")) for code, path in ends]
+
+
+def _text(path):
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _rank_logs(folder):
+    """MindSpore's launcher shows what rank 0 printed; that another rank failed, and why, stands in its log only."""
+    return "".join(f"\n--- {path.name}\n{_text(path)[-1500:]}" for path in sorted(folder.glob("worker_*.log")))
 
 
 def _python_elsewhere(folder):
