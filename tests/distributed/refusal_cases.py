@@ -9,9 +9,9 @@ import numpy as np
 
 import hyper_parallel as hp
 from hyper_parallel.platform import get_platform
-from tests.distributed.error_cases import nested_model
+from tests.distributed.error_cases import nested_model, new_parameter
 from tests.distributed.variant_cases import make_layer, tokens_for
-from tests.harness.setting import make_experts, mesh_for
+from tests.harness.setting import make_experts, mesh_for, to_dtype
 
 
 def message_of(function):
@@ -128,6 +128,34 @@ def ranks_that_differ(context, problem, how, style):
         found = message_of(lambda: experts(*arguments)) if mesh.get_local_rank("tp") == 1 else None
     y = experts(adapter.tensor(problem.x[ep_rank]), counts, scores)
     return found, adapter.array(y)
+
+
+def ranks_that_differ_at_apply(context, problem):
+    """What every rank raises where rank 3 applies something else; and the experts' output when it no longer does."""
+    hp.set_platform(context.platform)
+    style, odd = hp.ExpertTensorParallel(), context.rank == 3
+    mesh = mesh_for(context, style, 2, 2)
+    sizes = {"num_experts": (6, 8, 2), "hidden_dim": (6, 4, 4), "dim": (8, 8, 4), "style": (6, 8, 4)}
+    found = {}
+    for name, other in sizes.items():
+        experts = hp.GroupedExperts(*(other if odd else (6, 8, 4)))
+        other_style = hp.DedupExpertTensorParallel() if name == "style" and odd else style
+        before = dict(get_platform(experts).parameters(experts))
+        found[name] = message_of(lambda apply=other_style.apply, experts=experts: apply(experts, mesh))
+        after = get_platform(experts).parameters(experts)
+        assert all(after[key] is value for key, value in before.items()), name
+    experts = to_dtype(context, hp.GroupedExperts(6, 8, 4), "float16" if odd else "float32")
+    found["dtype"] = message_of(lambda: style.apply(experts, mesh))
+    experts = hp.GroupedExperts(6, 8, 4)
+    if odd:
+        experts.w4 = new_parameter(context, (4, 2))
+    found["parameters"] = (
+        message_of(lambda: hp.ExpertParallel().apply(experts, mesh["ep"])) if context.rank % 2 else None
+    )
+
+    ep_rank, adapter = mesh.get_local_rank("ep"), context.framework
+    x, counts = adapter.tensor(problem.x[ep_rank]), adapter.int_tensor(problem.counts[ep_rank])
+    return found, adapter.array(sharded(context, problem)(x, counts))
 
 
 def debug_mode(context, problem, how):

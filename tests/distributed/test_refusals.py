@@ -71,6 +71,29 @@ def test_all_ranks_of_an_exchange_say_that_they_differ(pool, how):
         np.testing.assert_array_equal(results[rank][1], results[rank + 1][1])
 
 
+def test_all_ranks_of_a_mesh_say_that_they_apply_something_else(pool):
+    """Also rank 0, which is in none of rank 3's groups; and the groups stay in step."""
+    results = pool.run(cases.ranks_that_differ_at_apply, problem=PROBLEM)
+    others = "rank 0, rank 1, rank 2"
+    for rank, (found, _) in enumerate(results):
+        odd = rank == 3
+        mine, not_mine = ("another", "DedupExpertTensorParallel") if odd else ("ExpertTensorParallel", "another")
+        words = {
+            "num_experts": ("ValueError", f"num_experts is 2 on rank 3, 4 on {others}; nothing was changed"),
+            "hidden_dim": ("ValueError", f"hidden_dim is 4 on rank 3, 8 on {others}"),
+            "dim": ("ValueError", f"dim is 6 on {others}, 8 on rank 3"),
+            "style": ("ValueError", f"{mine} on {others}", f"{not_mine} on rank 3"),
+            "dtype": ("ValueError", f"dtype of the weights is float16 on rank 3, float32 on {others}"),
+        }
+        parameters = found.pop("parameters")
+        assert_words(found, words)
+        if rank % 2:
+            assert "but parameters is" in parameters[1] and ("w4 (4, 2)" in parameters[1]) == odd, parameters
+    for (_, first), (_, second) in (results[:2], results[2:]):
+        np.testing.assert_array_equal(first, second)
+        assert np.isfinite(first).all() and np.abs(first).max() > 0.01
+
+
 def test_debug_mode_and_nan(pool):
     """The same NaN on all ranks is not taken for a difference, and said."""
     for message, records in pool.run(cases.debug_mode, problem=PROBLEM, how="nan"):
