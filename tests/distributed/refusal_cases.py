@@ -201,6 +201,60 @@ def wrong_arguments(context):
     return {name: message_of(attempt) for name, attempt in attempts.items()}
 
 
+def odd_experts(context, change):
+    """Experts whose forward returns ``change(rows)``."""
+    forward = "construct" if context.platform == "mindspore" else "forward"
+
+    def changed(self, x, num_tokens_per_expert, scores=None):
+        return change(getattr(hp.GroupedExperts, forward)(self, x, num_tokens_per_expert, scores))
+
+    return type("Odd", (hp.GroupedExperts,), {forward: changed})(6, 8, 4)
+
+
+def wrong_calls(context, problem):
+    """Calls of sharded modules with other arguments, and modules that return something else."""
+    adapter, style = context.framework, hp.ExpertTensorParallel()
+    experts, mesh = sharded(context, problem), mesh_for(context, hp.ExpertTensorParallel(), 2, 2)
+    ep_rank = mesh.get_local_rank("ep")
+    x, counts = adapter.tensor(problem.x[ep_rank]), adapter.int_tensor(problem.counts[ep_rank])
+    dense = hp.TensorParallel().apply(to_dtype(context, hp.FeedForward(6, 8), adapter.dtype), mesh["tp"])
+    layer = make_layer(context, 2)
+    attempts = {
+        "no counts": lambda: experts(x),
+        "unknown": lambda: experts(x, counts, weights=x),
+        "too many": lambda: experts(x, counts, None, 3),
+        "dense without x": lambda: dense(),
+        "dense width": lambda: dense(x[:, :5]),
+        "dtype": lambda: layer(adapter.int_tensor(np.ones((4, 6)))),
+    }
+    returned = {"tuple": lambda y: (y, None), "None": lambda y: None, "rows": lambda y: y[:-1]}
+    for name, change in returned.items():
+        bare = style.apply(to_dtype(context, odd_experts(context, change), adapter.dtype), mesh)
+        attempts[f"returns {name}"] = lambda bare=bare: bare(x, counts)
+        layer = hp.MoE(6, 8, 4, 2)
+        layer.experts = odd_experts(context, change)
+        to_dtype(context, layer, adapter.dtype)
+        attempts[f"returns {name} in a layer"] = lambda layer=layer: layer(x)
+    return {name: message_of(attempt) for name, attempt in attempts.items()}
+
+
+def of_torch_in_a_call(context):
+    """The same for what only torch has: tensors that are sparse, or on meta."""
+    import torch
+
+    hp.set_platform("torch")
+    experts, layer, rows = hp.GroupedExperts(6, 8, 4), hp.MoE(6, 8, 4, 2), torch.ones(8, 6)
+    counts = torch.tensor([2, 2, 2, 2])
+    attempts = {
+        "no counts": lambda: experts(rows),
+        "sparse": lambda: experts(rows.to_sparse(), counts),
+        "sparse tokens": lambda: layer(rows.to_sparse()),
+        "counts on meta": lambda: experts(rows, counts.to("meta")),
+        "tokens on meta": lambda: layer(rows.to("meta")),
+    }
+    return {name: message_of(attempt) for name, attempt in attempts.items()}
+
+
 def trace_names(context, problem):
     """Names of the library's operations in a profiler's trace of one step."""
     import torch

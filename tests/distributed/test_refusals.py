@@ -121,6 +121,43 @@ def test_wrong_arguments(pool):
         assert_words(found, words)
 
 
+def test_wrong_calls(pool):
+    """All stop before anything is sent: the ranks stay in step."""
+    for found in pool.run(cases.wrong_calls, problem=PROBLEM):
+        experts = (
+            "GroupedExperts: ExpertTensorParallel has the module called as (x, num_tokens_per_expert, scores=None)"
+        )
+        one_tensor = "the module must return one tensor of the shape of x"
+        one_row = "the module must return one row for each row of x"
+        words = {
+            "no counts": ("TypeError", experts, "missing a required argument: 'num_tokens_per_expert'", "MoE layer"),
+            "unknown": ("TypeError", experts, "unexpected keyword argument 'weights'"),
+            "too many": ("TypeError", experts, "too many positional arguments", "NoneType, int"),
+            "dense without x": ("TypeError", "FeedForward: TensorParallel has the module called as (x"),
+            "dense width": ("ValueError", "FeedForward: x must have shape [..., 6]", ", 5)"),
+            "dtype": ("ValueError", "x is ", "but the weights", "cast x"),
+            "returns tuple": ("TypeError", "Odd: ", one_tensor, "got tuple; return that alone"),
+            "returns None": ("TypeError", "Odd: ", one_tensor, "got NoneType"),
+            "returns rows": ("ValueError", "Odd: ", one_row),
+            "returns tuple in a layer": ("TypeError", one_tensor, "got tuple"),
+            "returns None in a layer": ("TypeError", one_tensor, "got NoneType"),
+            "returns rows in a layer": ("ValueError", one_row),
+        }
+        assert_words(found, words)
+
+
+def test_wrong_calls_of_torch(torch_pool):
+    for found in torch_pool.run(cases.of_torch_in_a_call):
+        words = {
+            "no counts": ("TypeError", "GroupedExperts.forward() missing 1 required positional argument"),
+            "sparse": ("TypeError", "x must be a plain torch tensor, got torch.Tensor (sparse_coo)"),
+            "sparse tokens": ("TypeError", "x must be a plain torch tensor, got torch.Tensor (sparse_coo)"),
+            "counts on meta": ("ValueError", "num_tokens_per_expert is on meta and has no numbers"),
+            "tokens on meta": ("ValueError", "rows are on meta but the experts' weights on cpu"),
+        }
+        assert_words(found, words)
+
+
 def test_names_in_a_trace(torch_pool):
     for names in torch_pool.run(cases.trace_names, problem=PROBLEM):
         assert names == [
