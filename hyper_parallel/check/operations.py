@@ -2,7 +2,8 @@
 
 Faults of a cluster often show as wrong numbers, not as errors: the all-to-alls of CANN 8.3.RC2 are reported to give
 zeros on more than two ranks (candle-org/MindAct, pull request 2498). Every rank works out alone what it must receive:
-rank r sends r * 100 + 1, r * 100 + 2, ..., so that a value says where it comes from, and none is 0.
+rank r sends r * 100 + 1, r * 100 + 2, ..., so that a value says where it comes from, and none is 0. Some faults show in
+large messages only, which backends cut up and send by other ways, or in bfloat16, which they add by other code.
 
 Shape suffixes: P ranks of a group, R rows, D model size.
 """
@@ -21,6 +22,10 @@ __all__ = ["OPERATIONS", "run_operation"]
 
 # A row small enough for one packet, and one that is not.
 WIDTHS = (4, 4096)
+# Of one rank's message in float32: 8 MB.
+LARGE = 2**21
+# Whole numbers up to this one are exact in bfloat16.
+EXACT = 256
 
 
 def run_operation(operation: str, probe: Probe, axis: Axis) -> str | None:
@@ -106,16 +111,47 @@ def _all_reduce(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
     return results
 
 
+def _exchange_large(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
+    """8 MB from every rank, an equal part for each."""
+    return _exchange_one_row(probe, axis, name, LARGE // len(axis.ranks), "float32", lambda rank: rank * 100 + 1)
+
+
+def _exchange_bfloat16(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
+    return _exchange_one_row(probe, axis, name, WIDTHS[1], "bfloat16", lambda rank: rank % (EXACT - 1) + 1)
+
+
+def _exchange_one_row(
+    probe: Probe, axis: Axis, name: str, width: int, dtype: str, value_of: Callable[[int], int]
+) -> Sequence[Result]:
+    one_each = (1,) * len(axis.ranks)
+    rows = probe.rows([value_of(axis.rank)] * len(axis.ranks), width, dtype)
+    received = probe.platform.all_to_all_rows(rows, one_each, one_each, axis.mesh.get_group(), name)
+    return [(probe.array(received), [value_of(rank) for rank in axis.ranks], axis.ranks)]
+
+
+def _reduce_large(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
+    summed = probe.platform.sum_over_group(probe.rows([axis.rank + 1], LARGE), axis.mesh.get_group(), name)
+    return [(probe.array(summed), [sum(axis.ranks) + len(axis.ranks)], [axis.rank])]
+
+
+def _reduce_bfloat16(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
+    """Numbers of the first ranks only: their sums are exact in bfloat16, in whatever order they are formed."""
+    terms = [place + 1 if place < 16 else 0 for place in range(len(axis.ranks))]
+    rows = probe.rows([terms[axis.position]], WIDTHS[1], "bfloat16")
+    summed = probe.platform.sum_over_group(rows, axis.mesh.get_group(), name)
+    return [(probe.array(summed), [sum(terms)], [axis.rank])]
+
+
 def _broadcast(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
     rows = probe.rows([axis.rank * 100 + i + 1 for i in range(3)], WIDTHS[0])
     copy = distribute_tensor(rows, axis.mesh, [Replicate()]).to_local()
     return [(probe.array(copy), [axis.ranks[0] * 100 + i + 1 for i in range(3)], [axis.ranks[0]] * 3)]
 
 
-def _scatter_and_gather(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
+def _scatter_and_gather(probe: Probe, axis: Axis, name: str, width: int = WIDTHS[0]) -> Sequence[Result]:
     """How weights are laid out and put together again."""
     num_rows = 2 * len(axis.ranks)
-    rows = probe.rows([axis.rank * 100 + i + 1 for i in range(num_rows)], WIDTHS[0])
+    rows = probe.rows([axis.rank * 100 + i + 1 for i in range(num_rows)], width)
     sharded = distribute_tensor(rows, axis.mesh, [Shard(0)])
     whole = sharded.full_tensor()
     expected = [axis.ranks[0] * 100 + i + 1 for i in range(num_rows)]
@@ -126,6 +162,10 @@ def _scatter_and_gather(probe: Probe, axis: Axis, name: str) -> Sequence[Result]
     ]
 
 
+def _scatter_and_gather_large(probe: Probe, axis: Axis, name: str) -> Sequence[Result]:
+    return _scatter_and_gather(probe, axis, name, LARGE // (2 * len(axis.ranks)))
+
+
 OPERATIONS: dict[str, Callable[[Probe, Axis, str], Sequence[Result]]] = {
     "all-to-all of counts": _exchange_counts,
     "all-to-all of rows": _exchange_rows,
@@ -133,4 +173,9 @@ OPERATIONS: dict[str, Callable[[Probe, Axis, str], Sequence[Result]]] = {
     "all-reduce": _all_reduce,
     "broadcast": _broadcast,
     "scatter and all-gather": _scatter_and_gather,
+    "all-to-all of 8 MB": _exchange_large,
+    "all-reduce of 8 MB": _reduce_large,
+    "scatter and all-gather of 8 MB": _scatter_and_gather_large,
+    "all-to-all in bfloat16": _exchange_bfloat16,
+    "all-reduce in bfloat16": _reduce_bfloat16,
 }

@@ -24,10 +24,10 @@ class Probe:
     session: Any
     device_type: str
 
-    def rows(self, values: npt.ArrayLike, width: int) -> Tensor:
-        """[len(values), width]: each value fills a row. float32, which every backend takes."""
+    def rows(self, values: npt.ArrayLike, width: int, dtype: str = "float32") -> Tensor:
+        """[len(values), width]: each value fills a row. By default in float32, which every backend takes."""
         filled = np.repeat(np.asarray(values, np.float32)[:, None], width, axis=1)
-        return self.session.tensor(filled, "float32", self.device_type)
+        return self.session.tensor(filled, dtype, self.device_type)
 
     def int_tensor(self, values: npt.ArrayLike) -> Tensor:
         return self.session.tensor(np.asarray(values, np.int64), "int64", self.device_type)

@@ -45,7 +45,7 @@ class Report:
             result = "ok" if len(wrong) == 0 else f"WRONG on {_in_words(wrong)}"
             if finding.is_error:
                 result = f"{number[arrived].max(initial=0):.1e}  {result}"
-            self.say(f"  {finding.title:<36}{result}")
+            self.say(f"  {finding.title:<40}{result}")
             rights[:, check] = right
         if not arrived.all():
             self.say(f"  what {_in_words(np.flatnonzero(~arrived))} found did not arrive")

@@ -48,7 +48,8 @@ class Platform(ABC):
 
     @abstractmethod
     def is_tensor(self, obj: Any) -> bool:
-        """Whether ``obj`` is a tensor that holds its own data (a sharded parameter's local value is; a DTensor not)."""
+        """Whether ``obj`` is a tensor, no sparse one, that holds its own data: a sharded parameter's local value is, a
+        DTensor is not."""
 
     @abstractmethod
     def is_mesh(self, obj: Any) -> bool:

@@ -140,6 +140,26 @@ def stay_away(context, problem, how):
     return None, time.monotonic() - began
 
 
+def missing_before(context, what):
+    """Rank 3 dies before the mesh is made, or before ``apply``; what the others raise, and after how many seconds."""
+    import os
+    import time
+
+    hp.set_platform(context.platform)
+    if context.rank == 3 and what == "mesh":
+        os._exit(7)
+    began = time.monotonic()
+    try:
+        mesh = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+        if context.rank == 3:
+            os._exit(7)
+        began = time.monotonic()
+        hp.ExpertTensorParallel().apply(hp.GroupedExperts(6, 8, 4), mesh)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    return None, time.monotonic() - began
+
+
 def late_backward(context, problem):
     """Rank 3 leaves after its forward pass; the others find out in their backward pass."""
     import os

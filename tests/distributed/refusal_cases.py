@@ -9,9 +9,9 @@ import numpy as np
 
 import hyper_parallel as hp
 from hyper_parallel.platform import get_platform
-from tests.distributed.error_cases import nested_model
+from tests.distributed.error_cases import nested_model, new_parameter
 from tests.distributed.variant_cases import make_layer, tokens_for
-from tests.harness.setting import make_experts, mesh_for
+from tests.harness.setting import make_experts, mesh_for, to_dtype
 
 
 def message_of(function):
@@ -130,6 +130,34 @@ def ranks_that_differ(context, problem, how, style):
     return found, adapter.array(y)
 
 
+def ranks_that_differ_at_apply(context, problem):
+    """What every rank raises where rank 3 applies something else; and the experts' output when it no longer does."""
+    hp.set_platform(context.platform)
+    style, odd = hp.ExpertTensorParallel(), context.rank == 3
+    mesh = mesh_for(context, style, 2, 2)
+    sizes = {"num_experts": (6, 8, 2), "hidden_dim": (6, 4, 4), "dim": (8, 8, 4), "style": (6, 8, 4)}
+    found = {}
+    for name, other in sizes.items():
+        experts = hp.GroupedExperts(*(other if odd else (6, 8, 4)))
+        other_style = hp.DedupExpertTensorParallel() if name == "style" and odd else style
+        before = dict(get_platform(experts).parameters(experts))
+        found[name] = message_of(lambda apply=other_style.apply, experts=experts: apply(experts, mesh))
+        after = get_platform(experts).parameters(experts)
+        assert all(after[key] is value for key, value in before.items()), name
+    experts = to_dtype(context, hp.GroupedExperts(6, 8, 4), "float16" if odd else "float32")
+    found["dtype"] = message_of(lambda: style.apply(experts, mesh))
+    experts = hp.GroupedExperts(6, 8, 4)
+    if odd:
+        experts.w4 = new_parameter(context, (4, 2))
+    found["parameters"] = (
+        message_of(lambda: hp.ExpertParallel().apply(experts, mesh["ep"])) if context.rank % 2 else None
+    )
+
+    ep_rank, adapter = mesh.get_local_rank("ep"), context.framework
+    x, counts = adapter.tensor(problem.x[ep_rank]), adapter.int_tensor(problem.counts[ep_rank])
+    return found, adapter.array(sharded(context, problem)(x, counts))
+
+
 def debug_mode(context, problem, how):
     """In debug mode: what is raised, and what is logged."""
     adapter = context.framework
@@ -169,6 +197,60 @@ def wrong_arguments(context):
             context.framework.int_tensor([1] * 8),
             context.framework.int_tensor([1] * 8) > 0,
         ),
+    }
+    return {name: message_of(attempt) for name, attempt in attempts.items()}
+
+
+def odd_experts(context, change):
+    """Experts whose forward returns ``change(rows)``."""
+    forward = "construct" if context.platform == "mindspore" else "forward"
+
+    def changed(self, x, num_tokens_per_expert, scores=None):
+        return change(getattr(hp.GroupedExperts, forward)(self, x, num_tokens_per_expert, scores))
+
+    return type("Odd", (hp.GroupedExperts,), {forward: changed})(6, 8, 4)
+
+
+def wrong_calls(context, problem):
+    """Calls of sharded modules with other arguments, and modules that return something else."""
+    adapter, style = context.framework, hp.ExpertTensorParallel()
+    experts, mesh = sharded(context, problem), mesh_for(context, hp.ExpertTensorParallel(), 2, 2)
+    ep_rank = mesh.get_local_rank("ep")
+    x, counts = adapter.tensor(problem.x[ep_rank]), adapter.int_tensor(problem.counts[ep_rank])
+    dense = hp.TensorParallel().apply(to_dtype(context, hp.FeedForward(6, 8), adapter.dtype), mesh["tp"])
+    layer = make_layer(context, 2)
+    attempts = {
+        "no counts": lambda: experts(x),
+        "unknown": lambda: experts(x, counts, weights=x),
+        "too many": lambda: experts(x, counts, None, 3),
+        "dense without x": lambda: dense(),
+        "dense width": lambda: dense(x[:, :5]),
+        "dtype": lambda: layer(adapter.int_tensor(np.ones((4, 6)))),
+    }
+    returned = {"tuple": lambda y: (y, None), "None": lambda y: None, "rows": lambda y: y[:-1]}
+    for name, change in returned.items():
+        bare = style.apply(to_dtype(context, odd_experts(context, change), adapter.dtype), mesh)
+        attempts[f"returns {name}"] = lambda bare=bare: bare(x, counts)
+        layer = hp.MoE(6, 8, 4, 2)
+        layer.experts = odd_experts(context, change)
+        to_dtype(context, layer, adapter.dtype)
+        attempts[f"returns {name} in a layer"] = lambda layer=layer: layer(x)
+    return {name: message_of(attempt) for name, attempt in attempts.items()}
+
+
+def of_torch_in_a_call(context):
+    """The same for what only torch has: tensors that are sparse, or on meta."""
+    import torch
+
+    hp.set_platform("torch")
+    experts, layer, rows = hp.GroupedExperts(6, 8, 4), hp.MoE(6, 8, 4, 2), torch.ones(8, 6)
+    counts = torch.tensor([2, 2, 2, 2])
+    attempts = {
+        "no counts": lambda: experts(rows),
+        "sparse": lambda: experts(rows.to_sparse(), counts),
+        "sparse tokens": lambda: layer(rows.to_sparse()),
+        "counts on meta": lambda: experts(rows, counts.to("meta")),
+        "tokens on meta": lambda: layer(rows.to("meta")),
     }
     return {name: message_of(attempt) for name, attempt in attempts.items()}
 

@@ -188,6 +188,23 @@ def test_a_missing_rank_is_an_error_that_names_the_operation(platform, how):
     assert isinstance(results[1], tuple) and "[1, 3]" in results[1][0], results[1]
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", ["mesh", "apply"])
+def test_a_rank_that_died_before_the_first_call(platform, what):
+    """torch waits 30 minutes for it, whatever limit the user set (5 s here): nobody may, and all say what for."""
+    if platform == "mindspore" and what == "apply":
+        pytest.skip("MindSpore meets nobody while it makes a mesh, so that both are one case")
+    with RankPool(platform, 4, collective_limit_s=5) as small:
+        results = small.run(cases.missing_before, what=what, collect=True, time_limit_s=60)
+    meets = platform == "torch" and what == "mesh"
+    words = "init_device_mesh(2, 2): making the process groups failed on" if meets else "apply: agreement on the module"
+    for answer in results[:3]:
+        assert isinstance(answer, tuple), results
+        message, seconds = answer
+        assert message is not None and words in message and "the group is [" in message, message
+        assert seconds < 30
+
+
 def split_over(whole, ep):
     """The rows of a problem for one rank, dealt out to ep ranks."""
     num_rows, num_experts = len(whole.x[0]), whole.counts.shape[1]

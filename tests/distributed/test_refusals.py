@@ -71,6 +71,29 @@ def test_all_ranks_of_an_exchange_say_that_they_differ(pool, how):
         np.testing.assert_array_equal(results[rank][1], results[rank + 1][1])
 
 
+def test_all_ranks_of_a_mesh_say_that_they_apply_something_else(pool):
+    """Also rank 0, which is in none of rank 3's groups; and the groups stay in step."""
+    results = pool.run(cases.ranks_that_differ_at_apply, problem=PROBLEM)
+    others = "rank 0, rank 1, rank 2"
+    for rank, (found, _) in enumerate(results):
+        odd = rank == 3
+        mine, not_mine = ("another", "DedupExpertTensorParallel") if odd else ("ExpertTensorParallel", "another")
+        words = {
+            "num_experts": ("ValueError", f"num_experts is 2 on rank 3, 4 on {others}; nothing was changed"),
+            "hidden_dim": ("ValueError", f"hidden_dim is 4 on rank 3, 8 on {others}"),
+            "dim": ("ValueError", f"dim is 6 on {others}, 8 on rank 3"),
+            "style": ("ValueError", f"{mine} on {others}", f"{not_mine} on rank 3"),
+            "dtype": ("ValueError", f"dtype of the weights is float16 on rank 3, float32 on {others}"),
+        }
+        parameters = found.pop("parameters")
+        assert_words(found, words)
+        if rank % 2:
+            assert "but parameters is" in parameters[1] and ("w4 (4, 2)" in parameters[1]) == odd, parameters
+    for (_, first), (_, second) in (results[:2], results[2:]):
+        np.testing.assert_array_equal(first, second)
+        assert np.isfinite(first).all() and np.abs(first).max() > 0.01
+
+
 def test_debug_mode_and_nan(pool):
     """The same NaN on all ranks is not taken for a difference, and said."""
     for message, records in pool.run(cases.debug_mode, problem=PROBLEM, how="nan"):
@@ -94,6 +117,43 @@ def test_wrong_arguments(pool):
             "no experts": ("ValueError", "num_experts must be at least 1, got 0"),
             "update_expert_bias": ("TypeError", "expects a mesh", "'ep'"),
             "bool scores": ("ValueError", "scores must be floating numbers"),
+        }
+        assert_words(found, words)
+
+
+def test_wrong_calls(pool):
+    """All stop before anything is sent: the ranks stay in step."""
+    for found in pool.run(cases.wrong_calls, problem=PROBLEM):
+        experts = (
+            "GroupedExperts: ExpertTensorParallel has the module called as (x, num_tokens_per_expert, scores=None)"
+        )
+        one_tensor = "the module must return one tensor of the shape of x"
+        one_row = "the module must return one row for each row of x"
+        words = {
+            "no counts": ("TypeError", experts, "missing a required argument: 'num_tokens_per_expert'", "MoE layer"),
+            "unknown": ("TypeError", experts, "unexpected keyword argument 'weights'"),
+            "too many": ("TypeError", experts, "too many positional arguments", "NoneType, int"),
+            "dense without x": ("TypeError", "FeedForward: TensorParallel has the module called as (x"),
+            "dense width": ("ValueError", "FeedForward: x must have shape [..., 6]", ", 5)"),
+            "dtype": ("ValueError", "x is ", "but the weights", "cast x"),
+            "returns tuple": ("TypeError", "Odd: ", one_tensor, "got tuple; return that alone"),
+            "returns None": ("TypeError", "Odd: ", one_tensor, "got NoneType"),
+            "returns rows": ("ValueError", "Odd: ", one_row),
+            "returns tuple in a layer": ("TypeError", one_tensor, "got tuple"),
+            "returns None in a layer": ("TypeError", one_tensor, "got NoneType"),
+            "returns rows in a layer": ("ValueError", one_row),
+        }
+        assert_words(found, words)
+
+
+def test_wrong_calls_of_torch(torch_pool):
+    for found in torch_pool.run(cases.of_torch_in_a_call):
+        words = {
+            "no counts": ("TypeError", "GroupedExperts.forward() missing 1 required positional argument"),
+            "sparse": ("TypeError", "x must be a plain torch tensor, got torch.Tensor (sparse_coo)"),
+            "sparse tokens": ("TypeError", "x must be a plain torch tensor, got torch.Tensor (sparse_coo)"),
+            "counts on meta": ("ValueError", "num_tokens_per_expert is on meta and has no numbers"),
+            "tokens on meta": ("ValueError", "rows are on meta but the experts' weights on cpu"),
         }
         assert_words(found, words)
 

@@ -19,8 +19,11 @@ __all__ = [
     "check_buffers",
     "check_fit",
     "check_inputs",
+    "check_features",
+    "check_output",
     "check_tokens",
     "check_counts",
+    "product",
 ]
 
 WEIGHTS = ("w1", "w2", "w3")
@@ -157,14 +160,38 @@ def check_buffers(platform: Platform, module: Module, shapes: ExpertShapes, axes
 
 def check_tokens(platform: Platform, moe: Any, x: Tensor) -> None:
     """Raise unless ``x`` is a plain tensor [..., D] for the router of a MoE layer."""
-    if not platform.is_tensor(x):
-        raise TypeError(
-            f"x must be a plain {platform.name} tensor, got {type(x).__module__}.{type(x).__qualname__}; pass the "
-            "local tensor of a DTensor, x.to_local(), or have torch's PrepareModuleInput do so (use_local_output=True)"
-        )
+    _check_plain(platform, x)
     dim = getattr(moe.router, "dim", x.shape[-1] if len(x.shape) else None)  # a router of the user's need not have it
     if len(x.shape) < 2 or x.shape[-1] != dim:
         raise ValueError(f"x must have shape [..., {dim}], of two dims or more, got {tuple(x.shape)}")
+
+
+def check_features(platform: Platform, x: Tensor, dim: int) -> None:
+    """Raise unless ``x`` is a plain tensor [..., D] for a dense module."""
+    _check_plain(platform, x)
+    if not len(x.shape) or x.shape[-1] != dim:
+        raise ValueError(f"x must have shape [..., {dim}], got {tuple(x.shape)}")
+
+
+def _check_plain(platform: Platform, x: Tensor) -> None:
+    if not platform.is_tensor(x):
+        raise TypeError(
+            f"x must be a plain {platform.name} tensor, got {_kind(x)}; pass the local tensor of a DTensor, "
+            "x.to_local(), or have torch's PrepareModuleInput do so (use_local_output=True)"
+        )
+
+
+def product(platform: Platform, linear: Any, x: Tensor) -> Tensor:
+    """``linear(x)``; a ``ValueError`` with words where it fails because x has another dtype than the weight."""
+    try:
+        return linear(x)
+    except (RuntimeError, TypeError, ValueError) as error:
+        weight = getattr(linear, "weight", None)
+        if weight is None or platform.same_dtype(x, weight):
+            raise
+        raise ValueError(
+            f"x is {x.dtype} but the weights {weight.dtype}; cast x, or use autocast where the framework has it"
+        ) from error
 
 
 def check_fit(platform: Platform, x_RD: Tensor, weight: Tensor) -> None:
@@ -195,9 +222,11 @@ def check_inputs(
     for name, value in (("x", x_RD), ("num_tokens_per_expert", num_tokens_per_expert_E), ("scores", scores_R)):
         if not platform.is_tensor(value) and not (name == "scores" and value is None):
             raise TypeError(
-                f"{name} must be a plain {platform.name} tensor, got {type(value).__module__}."
-                f"{type(value).__qualname__}; pass the local tensor of a DTensor, a tensor instead of a list"
+                f"{name} must be a plain {platform.name} tensor, got {_kind(value)}; pass the local tensor of a "
+                "DTensor, a dense tensor, a tensor instead of a list"
             )
+    if platform.same_device(x_RD, x_RD) and not platform.same_device(num_tokens_per_expert_E, num_tokens_per_expert_E):
+        raise ValueError("num_tokens_per_expert is on meta and has no numbers; give it the device of x, or the host")
     if len(x_RD.shape) != 2 or x_RD.shape[1] != shapes.dim:
         raise ValueError(f"x must have shape [rows, {shapes.dim}], got {tuple(x_RD.shape)}")
     if not platform.is_integer(num_tokens_per_expert_E):
@@ -216,6 +245,29 @@ def check_inputs(
     (counts,) = platform.to_host(num_tokens_per_expert_E)
     check_counts(counts, x_RD.shape[0])
     return platform.int_tensor(counts, like=x_RD)
+
+
+def check_output(platform: Platform, y: Any, x: Tensor) -> Any:
+    """Raise unless ``y``, which a module returned for x, is a plain tensor of the shape of x; returns it.
+
+    Raises:
+        TypeError: not a plain tensor. ValueError: another shape.
+    """
+    if not platform.is_tensor(y):
+        raise TypeError(
+            f"the module must return one tensor of the shape of x, {tuple(x.shape)}, got {_kind(y)}; return that "
+            "alone, and keep what else there is, such as a loss, on the module"
+        )
+    if tuple(y.shape) != tuple(x.shape):
+        raise ValueError(f"the module must return one row for each row of x, {tuple(x.shape)}, got {tuple(y.shape)}")
+    return y
+
+
+def _kind(value: Any) -> str:
+    """What an object is, in words."""
+    layout = str(getattr(value, "layout", "strided")).rpartition(".")[2]
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return name if layout == "strided" else f"{name} ({layout})"
 
 
 def check_counts(counts: Sequence[int], num_rows: int) -> None:

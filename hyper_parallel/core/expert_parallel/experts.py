@@ -6,7 +6,7 @@ Shape suffixes: R rows, E experts, H hidden size, D model size.
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_fit, check_inputs
+from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_fit, check_inputs, product
 from hyper_parallel.core.types import Tensor
 from hyper_parallel.platform.platform import Platform
 
@@ -39,7 +39,7 @@ def grouped_experts(
 
 def feed_forward(platform: Platform, w1: Any, w2: Any, w3: Any, x: Tensor) -> Tensor:
     """Dense SwiGLU on [..., D]; ``w1``, ``w2``, ``w3`` are the framework's linear layers."""
-    return w2(platform.swiglu(w1(x), w3(x)))
+    return w2(platform.swiglu(product(platform, w1, x), w3(x)))
 
 
 def row_groups(counts: Sequence[int]) -> tuple[tuple[int, int, int], ...]:

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from typing import Any
 
 from hyper_parallel.core.device_mesh import check_mesh
+from hyper_parallel.core.expert_parallel.agreement import check_same_module
 from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_buffers, check_ready, experts_shapes
 from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, RowsExchange
 from hyper_parallel.core.expert_parallel.sharded import Sharded, ShardedExperts
@@ -65,12 +66,14 @@ class ExpertsStyle(ParallelStyle):
 
         Raises:
             TypeError: not a module, or a mesh of another framework.
-            ValueError: mesh names, parameter shapes, or sizes that do not divide. RuntimeError: a second ``apply``.
+            ValueError: mesh names, parameter shapes, or sizes that do not divide; on all ranks, another style, sizes,
+                dtype or parameters on some of them. RuntimeError: a second ``apply``.
         """
         shapes, platform = self.validate(module, device_mesh), get_platform(module)
         sharded = self._bind(shapes, platform, device_mesh, type(module).__name__)
         # A class that cannot be subclassed says so here, before anything is changed.
         put_on = platform.wrap_forward(module, sharded)
+        check_same_module(platform, module, shapes, device_mesh, type(self).__name__)
         self._partition_fn("", module, device_mesh)
         put_on()
         return module

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from hyper_parallel.core.expert_parallel.checks import check_tokens
+from hyper_parallel.core.expert_parallel.checks import check_output, check_tokens
 from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, Routing, RowsExchange
 from hyper_parallel.core.expert_parallel.sharded import Caller, ShardedExperts
 from hyper_parallel.core.types import Group, Module, Tensor
@@ -114,7 +114,9 @@ class _Setting:
         experts, sharded = moe.experts, platform.sharded(moe.experts)
         if not isinstance(sharded, ShardedExperts):
             exchange = RowsExchange(Places(platform, moe.router.num_experts, None, None))
-            return _Setting(platform, exchange, lambda rows, counts, scores: _called(experts, rows, counts, scores))
+            return _Setting(
+                platform, exchange, lambda rows, counts, scores: _called(platform, experts, rows, counts, scores)
+            )
         if sharded.exchange is None:
             raise TypeError(
                 f"{sharded.name}: {sharded.label} replaces the dispatch of bare experts only; in a MoE layer tokens "
@@ -144,9 +146,9 @@ class _Setting:
         return self.platform.reduce_from_group(y_TD, self.tp_group, name, self.reduce_dtype)
 
 
-def _called(experts: Module, rows: Tensor, counts: Tensor, scores: Tensor | None) -> Tensor:
+def _called(platform: Platform, experts: Module, rows: Tensor, counts: Tensor, scores: Tensor | None) -> Tensor:
     # Experts that take no scores must still work for calls without them.
-    return experts(rows, counts) if scores is None else experts(rows, counts, scores)
+    return check_output(platform, experts(rows, counts) if scores is None else experts(rows, counts, scores), rows)
 
 
 def _product(sizes: Iterable[int]) -> int:

@@ -5,6 +5,7 @@ Shape suffixes: T tokens, K experts per token, E experts, G groups of experts, D
 
 from typing import Any
 
+from hyper_parallel.core.expert_parallel.checks import product
 from hyper_parallel.core.types import Tensor
 from hyper_parallel.platform.platform import Platform
 
@@ -53,7 +54,7 @@ def route(platform: Platform, router: Any, x_TD: Tensor, expert_bias_E: Tensor |
     Returns:
         scores [T, K] in fp32 (or wider), differentiable; ids [T, K] int64.
     """
-    scores_TE = platform.probabilities(router.gate(x_TD), router.score_func)
+    scores_TE = platform.probabilities(product(platform, router.gate, x_TD), router.score_func)
     wanted_TE = platform.detach(scores_TE)
     if expert_bias_E is not None:
         wanted_TE = wanted_TE + expert_bias_E

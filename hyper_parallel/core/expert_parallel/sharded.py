@@ -12,6 +12,8 @@ layer moves rows and sums by itself, and calls the experts for what lies between
 Shape suffixes: R rows, E experts.
 """
 
+import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -20,7 +22,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from hyper_parallel.core.expert_parallel.checks import ExpertShapes, FeedForwardShapes, check_fit, check_inputs
+from hyper_parallel.core.expert_parallel.checks import (
+    ExpertShapes,
+    FeedForwardShapes,
+    check_features,
+    check_fit,
+    check_inputs,
+    check_output,
+)
 from hyper_parallel.core.expert_parallel.exchange import Exchange
 from hyper_parallel.core.types import Mesh, Module, Tensor
 from hyper_parallel.platform.platform import Platform
@@ -64,6 +73,9 @@ class Sharded:
     ep_mesh: Mesh | None
     tp_mesh: Mesh | None
 
+    # What to do about a call with other arguments.
+    advice = ""
+
     def __deepcopy__(self, memo: dict) -> "Sharded":
         return self  # the same places
 
@@ -81,7 +93,20 @@ class Sharded:
         with self.naming_errors():
             if inputs and inputs[-1] is Caller.MOE_LAYER:
                 return self.local(local_forward, *inputs[:-1])
+            self._check_arguments(inputs, keywords)
             return self.whole(mod, local_forward, *inputs, **keywords)
+
+    def _check_arguments(self, inputs: tuple, keywords: dict[str, Any]) -> None:
+        """Raise ``TypeError`` for arguments that :meth:`whole` does not have, in words about the module."""
+        signature = _signature(type(self))
+        try:
+            signature.bind(*inputs, **keywords)
+        except TypeError as error:
+            given = [type(value).__name__ for value in inputs] + [f"{name}=" for name in keywords]
+            raise TypeError(
+                f"{self.label} has the module called as {signature}, but it got ({', '.join(given)}): {error}"
+                f"{self.advice}"
+            ) from None
 
     def local(self, local_forward: Callable, *inputs: Any) -> Tensor:
         """The module on its shards alone."""
@@ -138,6 +163,13 @@ class Sharded:
         return f"{name} holds NaN in rows {shown}" if rows else ""
 
 
+@functools.cache
+def _signature(cls: type) -> inspect.Signature:
+    """What the user gives to a call: ``whole`` without self, module and forward, and without types."""
+    parameters = list(inspect.signature(cls.whole).parameters.values())[3:]
+    return inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])
+
+
 @dataclass(frozen=True)
 class ShardedExperts(Sharded):
     """Stacked experts, called with rows and counts.
@@ -150,11 +182,17 @@ class ShardedExperts(Sharded):
     shapes: ExpertShapes
     exchange: Exchange | None
 
+    advice = (
+        "; x holds rows [R, D] sorted by expert, num_tokens_per_expert [E] how many each expert has. To have tokens "
+        "routed and counted, call the MoE layer around the experts"
+    )
+
     def local(
         self, local_forward: Callable, x_RD: Tensor, num_tokens_per_expert: Tensor, scores: Tensor | None = None
     ) -> Tensor:
         # A module that takes no scores must still work for calls without them.
-        return local_forward(x_RD, num_tokens_per_expert, *(() if scores is None else (scores,)))
+        y_RD = local_forward(x_RD, num_tokens_per_expert, *(() if scores is None else (scores,)))
+        return check_output(self.platform, y_RD, x_RD)
 
     def whole(
         self,
@@ -185,7 +223,12 @@ class ShardedFeedForward(Sharded):
     shapes: FeedForwardShapes
 
     def local(self, local_forward: Callable, x: Tensor) -> Tensor:
-        return local_forward(x)
+        return check_output(self.platform, local_forward(x), x)
 
     def whole(self, mod: Module, local_forward: Callable, x: Tensor, **keywords: Any) -> Tensor:
-        return self.summed_over_tp(lambda x: local_forward(x, **keywords), x)
+        check_features(self.platform, x, self.shapes.dim)
+
+        def forward(x: Tensor) -> Tensor:
+            return check_output(self.platform, local_forward(x, **keywords), x)
+
+        return self.summed_over_tp(forward, x)

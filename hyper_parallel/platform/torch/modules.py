@@ -19,7 +19,13 @@ class GroupedExperts(GroupedExpertsBase, nn.Module):
     """All experts of a MoE layer in three stacked weights, as a ``torch.nn.Module``; see ``GroupedExpertsBase``."""
 
     platform = PLATFORM
-    forward = GroupedExpertsBase.run
+
+    def forward(
+        self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor, scores: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.run(x, num_tokens_per_expert, scores)
+
+    forward.__doc__ = GroupedExpertsBase.run.__doc__
 
     def _weight(self, name: str, num_experts: int, out_features: int, in_features: int) -> nn.Parameter:
         weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
@@ -51,7 +57,11 @@ class FeedForward(FeedForwardBase, nn.Module):
     """Dense SwiGLU, as a ``torch.nn.Module``; see ``FeedForwardBase``."""
 
     platform = PLATFORM
-    forward = FeedForwardBase.run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
+
+    forward.__doc__ = FeedForwardBase.run.__doc__
 
     def _linear(self, in_features: int, out_features: int) -> nn.Linear:
         return nn.Linear(in_features, out_features, bias=False)
@@ -61,7 +71,11 @@ class TokenChoiceTopKRouter(RouterBase, nn.Module):
     """The router of a MoE layer, as a ``torch.nn.Module``; see ``RouterBase``."""
 
     platform = PLATFORM
-    forward = RouterBase.run
+
+    def forward(self, x: torch.Tensor, expert_bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.run(x, expert_bias)
+
+    forward.__doc__ = RouterBase.run.__doc__
 
     def _linear(self, in_features: int, out_features: int) -> nn.Linear:
         return nn.Linear(in_features, out_features, bias=False)
@@ -71,8 +85,12 @@ class MoE(MoEBase, nn.Module):
     """A Mixture-of-Experts layer, as a ``torch.nn.Module``; see ``MoEBase``."""
 
     platform = PLATFORM
-    forward = MoEBase.run
     router_class, experts_class, feed_forward_class = TokenChoiceTopKRouter, GroupedExperts, FeedForward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
+
+    forward.__doc__ = MoEBase.run.__doc__
 
     @torch.no_grad()
     def update_expert_bias(self, device_mesh: Mesh | None = None) -> None:

@@ -24,7 +24,7 @@ class TorchPlatform(Platform):
         return isinstance(obj, nn.Module)
 
     def is_tensor(self, obj):
-        return isinstance(obj, torch.Tensor) and not isinstance(obj, dt.DTensor)
+        return isinstance(obj, torch.Tensor) and obj.layout == torch.strided and not isinstance(obj, dt.DTensor)
 
     def is_mesh(self, obj):
         return isinstance(obj, DeviceMesh)

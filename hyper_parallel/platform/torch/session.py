@@ -69,9 +69,7 @@ def description(device_type):
 
 def float_types(device_type):
     """Types in which experts run there. An Ascend device has no float64: torch_npu makes float32 of it."""
-    return {"cpu": ("float32", "float64"), "npu": ("float32", "bfloat16")}.get(
-        device_type, ("float32", "float64", "bfloat16")
-    )
+    return ("float32", "bfloat16") if device_type == "npu" else ("float32", "float64", "bfloat16")
 
 
 def tensor(values, dtype, device_type):
