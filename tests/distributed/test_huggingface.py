@@ -1,6 +1,8 @@
 """Models of Hugging Face whose experts are cut over ranks compute, and learn, what they do on one device."""
 
+import ast
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,41 @@ from tests.harness.by_name import CasesOf
 cases = CasesOf("tests.distributed.huggingface_cases")
 # These models take softmax and norms in float32, whatever their weights are.
 LIMIT = 1e-5
+
+family_cases = CasesOf("tests.distributed.huggingface_family_cases")
+# Modules of this form that are refused, and the word of the message that says why.
+REFUSED = {
+    "InklingSharedExperts": "takes",  # called without ids: every token goes through all of them
+    "Llama4TextExperts": "takes",  # called with the rows of all experts
+    "LongcatFlashExperts": "expected shapes",  # two weights for different numbers of experts
+    "MuseSparkExperts": "post_expert_norm",  # a norm of each expert's whole output
+}
+FLOAT32_INSIDE = ("BeamExperts",)  # between the two products
+
+
+def families():
+    """(family, module, class) of each class of the installed transformers with parameters ``down_proj`` and
+    ``gate_up_proj`` or ``up_proj``, as its text says: nothing is imported here."""
+    found = []
+    for path in sorted(Path(importlib.util.find_spec("transformers").origin).parent.glob("models/*/modeling_*.py")):
+        source = path.read_text(encoding="utf-8")
+        if "self.down_proj = nn.Parameter(" not in source and "self.down_proj = torch.nn.Parameter(" not in source:
+            continue
+        for node in ast.parse(source).body:
+            parameters = parameters_of(node) if isinstance(node, ast.ClassDef) else ()
+            if "down_proj" in parameters and ("gate_up_proj" in parameters or "up_proj" in parameters):
+                found.append((path.parent.name, path.stem, node.name))
+    return found
+
+
+def parameters_of(node):
+    return {
+        line.targets[0].attr
+        for line in ast.walk(node)
+        if isinstance(line, ast.Assign)
+        and isinstance(line.targets[0], ast.Attribute)
+        and "nn.Parameter(" in ast.unparse(line.value)
+    }
 
 
 @pytest.fixture
@@ -58,3 +95,18 @@ def test_gate_and_up_cut_as_they_lie_are_wrong(hf_pool):
 
 def test_state_dicts_are_hugging_faces(hf_pool, tmp_path):
     assert hf_pool.run(cases.state_dicts, folder=str(tmp_path), time_limit_s=200) == [[]] * 4
+
+
+def test_every_family_of_the_installed_transformers(hf_pool):
+    """Whatever holds packed experts computes and learns what it does on one device, or is refused with the reason."""
+    found = families()
+    assert len(found) > 60
+    per_rank = hf_pool.run(family_cases.family_errors, families=found, time_limit_s=250)
+    refused = {name: words for (_, _, name), words in zip(found, per_rank[0]) if isinstance(words, str)}
+    assert set(refused) == set(REFUSED)
+    assert all(words in refused[name] for name, words in REFUSED.items())
+    for (family, _, name), *errors in zip(found, *per_rank):
+        if name not in refused:
+            limit = LIMIT if name in FLOAT32_INSIDE else 1e-12
+            bad = {what: error for rank in errors for what, error in rank.items() if not error < limit}
+            assert not bad, (family, name, bad)

@@ -78,14 +78,14 @@ def packed_shapes(platform: Platform, module: Module, style: str) -> PackedShape
     sharded = [name for name, parameter in parameters.items() if platform.is_sharded(parameter)]
     if sharded:
         raise RuntimeError(f"{style}: parameters {sharded} are already laid out over a mesh; apply the style first")
-    num_experts, hidden_dim, dim, cuts = _cuts(module, first, parameters)
-    _check_parameters(platform, module, parameters, cuts, f"{style}: {kind}")
     arguments = tuple(inspect.signature(module.forward).parameters)
     if len(arguments) != 3:
         raise ValueError(
             f"{style}: packed experts are called with hidden states, top-k ids and top-k weights; forward of {kind} "
             f"takes {arguments}"
         )
+    num_experts, hidden_dim, dim, cuts = _cuts(module, first, parameters)
+    _check_parameters(platform, module, parameters, cuts, f"{style}: {kind}")
     return PackedShapes(num_experts, hidden_dim, dim, cuts, arguments, _is_swiglu(platform, module, cuts))
 
 
@@ -141,8 +141,9 @@ def _is_swiglu(platform: Platform, module: Module, cuts: Mapping[str, Cut]) -> b
     gate = getattr(type(module), "_apply_gate", None)
     first = cuts.get("gate_up_proj")
     plain = first is not None and first.pair == 1 and len(cuts) == 2
-    activation = type(getattr(module, "act_fn", None)).__name__
-    return plain and getattr(gate, "__name__", "") == "_default_apply_gate" and activation in ("SiLU", "SiLUActivation")
+    activation = getattr(module, "act_fn", None)
+    is_silu = getattr(activation, "__name__", type(activation).__name__) in ("SiLU", "SiLUActivation", "silu")
+    return plain and getattr(gate, "__name__", "") == "_default_apply_gate" and is_silu
 
 
 def placements_of(shapes: PackedShapes, axes: tuple[str, ...]) -> dict[str, tuple[Placement, ...]]:
