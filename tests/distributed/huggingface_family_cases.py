@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import hyper_parallel as hp
+from hyper_parallel.platform import get_platform
 from tests.harness.oracle import relative_error
 from tests.harness.setting import coordinates, mesh_for
 
@@ -64,7 +65,8 @@ def inputs_of(ep_rank):
 
 
 def family_errors(context, families):
-    """For each (family, module, class): the words of its refusal, or relative errors on (2, 2) against one device."""
+    """For each (family, module, class): the words of its refusal, or whether the library's SwiGLU computes, and relative
+    errors on (2, 2) against one device."""
     found = []
     for family, module, name in families:
         one = make_experts(family, module, name)
@@ -74,7 +76,8 @@ def family_errors(context, families):
         except ValueError as error:
             found.append(str(error))
         else:
-            found.append(_errors(one, cut, coordinates(context, 2, 2)[0]))
+            is_swiglu = get_platform(cut).sharded(cut).shapes.swiglu
+            found.append((is_swiglu, _errors(one, cut, coordinates(context, 2, 2)[0])))
     return found
 
 

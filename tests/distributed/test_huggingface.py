@@ -2,12 +2,14 @@
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.harness import parity
 from tests.harness.by_name import CasesOf
+from tests.harness.pool import ROOT
 
 cases = CasesOf("tests.distributed.huggingface_cases")
 # These models take softmax and norms in float32, whatever their weights are.
@@ -21,7 +23,7 @@ REFUSED = {
     "LongcatFlashExperts": "expected shapes",  # two weights for different numbers of experts
     "MuseSparkExperts": "post_expert_norm",  # a norm of each expert's whole output
 }
-FLOAT32_INSIDE = ("BeamExperts",)  # between the two products
+FLOAT32_INSIDE = ("BeamExperts", "Inkling2Experts", "Inkling2LoopExperts")  # between the two products
 
 
 def families():
@@ -105,8 +107,14 @@ def test_every_family_of_the_installed_transformers(hf_pool):
     refused = {name: words for (_, _, name), words in zip(found, per_rank[0]) if isinstance(words, str)}
     assert set(refused) == set(REFUSED)
     assert all(words in refused[name] for name, words in REFUSED.items())
-    for (family, _, name), *errors in zip(found, *per_rank):
+    taken = {"SwiGLU": set(), "others": set()}
+    for (family, _, name), *ranks in zip(found, *per_rank):
         if name not in refused:
+            taken["SwiGLU" if ranks[0][0] else "others"].add(family)
             limit = LIMIT if name in FLOAT32_INSIDE else 1e-12
-            bad = {what: error for rank in errors for what, error in rank.items() if not error < limit}
+            bad = {what: error for _, errors in ranks for what, error in errors.items() if not error < limit}
             assert not bad, (family, name, bad)
+    told = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in told for name in refused)
+    table = dict(re.findall(r"^\| (SwiGLU|others) \| (.*) \|$", told, re.M))
+    assert {kind: set(re.findall(r"`(\w+)`", names)) for kind, names in table.items()} == taken
