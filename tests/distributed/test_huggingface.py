@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -99,6 +100,12 @@ def test_gate_and_up_cut_as_they_lie_are_wrong(hf_pool):
 
 def test_state_dicts_are_hugging_faces(hf_pool, tmp_path):
     assert hf_pool.run(cases.state_dicts, folder=str(tmp_path), time_limit_s=200) == [[]] * 4
+
+
+def test_our_checkpoints_hold_hugging_faces_shapes(hf_pool, tmp_path):
+    assert hf_pool.run(cases.our_checkpoints, folder=str(tmp_path), time_limit_s=200) == [[]] * 4
+    pieces = json.loads((tmp_path / "cut" / "checkpoint.json").read_text(encoding="utf-8"))
+    assert '"shape": [8, 48, 16]' in json.dumps(pieces)  # [E, 2H, D]
 
 
 def test_every_family_of_the_installed_transformers(hf_pool):
