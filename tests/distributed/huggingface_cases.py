@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import hyper_parallel as hp
+from hyper_parallel import checkpoint
 from tests.harness.oracle import relative_error
 from tests.harness.setting import coordinates, mesh_for
 
@@ -167,6 +168,42 @@ def state_dicts(context, folder):
         wrong += differing(f"{family}: of whole tensors", other.state_dict(), expected)
         wrong += on_one_device(context, model, emptied(one), folder, family, expected)
     return wrong
+
+
+def our_checkpoints(context, folder):
+    """What differs after a step with AdamW, saved on (2, 2) and loaded over other meshes and into a whole model; and
+    what differs in a cut model that loads a whole one."""
+    one, wrong = make_model("Mixtral", "float32"), []
+    model = cut(context, copy.deepcopy(one), "ExpertTensorParallel", 2, 2)
+    optimizer = adamw(model)
+    loss_of(model, batch_of(coordinates(context, 2, 2)[0])).loss.backward()
+    for parameter in model.parameters():  # as data parallelism would
+        if not isinstance(parameter, DTensor):
+            dist.all_reduce(parameter.grad)
+    optimizer.step()
+    expected, moments = {name: full(value) for name, value in model.state_dict().items()}, moments_of(model, optimizer)
+    checkpoint.save(f"{folder}/cut", model, optimizer, step=1)
+    for mesh in ((4, 1), (1, 4), None):
+        other = emptied(one)
+        if mesh:
+            cut(context, other, "ExpertTensorParallel", *mesh)
+        its_optimizer = adamw(other)
+        assert checkpoint.load(f"{folder}/cut", other, its_optimizer) == 1
+        wrong += differing(f"to {mesh}", other.state_dict(), expected)
+        wrong += differing(f"moments to {mesh}", moments_of(other, its_optimizer), moments)
+    checkpoint.save(f"{folder}/whole", one)
+    other = cut(context, emptied(one), "ExpertTensorParallel", 2, 2)
+    checkpoint.load(f"{folder}/whole", other)
+    return wrong + differing("from a whole model", other.state_dict(), one.state_dict())
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+
+
+def moments_of(model, optimizer):
+    """The optimizer's first moments as flat tensors: gate and up apart, or not, they have the same order."""
+    return {name: full(optimizer.state[p]["exp_avg"]).flatten() for name, p in model.named_parameters()}
 
 
 def emptied(model):

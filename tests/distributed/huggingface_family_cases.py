@@ -65,7 +65,7 @@ def inputs_of(ep_rank):
 
 
 def family_errors(context, families):
-    """For each (family, module, class): the words of its refusal, or whether the library's SwiGLU computes, and relative
+    """For each (family, module, class): the words of its refusal, or whether the library's SwiGLU computes and relative
     errors on (2, 2) against one device."""
     found = []
     for family, module, name in families:

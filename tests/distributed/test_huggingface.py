@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -23,7 +24,8 @@ REFUSED = {
     "LongcatFlashExperts": "expected shapes",  # two weights for different numbers of experts
     "MuseSparkExperts": "post_expert_norm",  # a norm of each expert's whole output
 }
-FLOAT32_INSIDE = ("BeamExperts", "Inkling2Experts", "Inkling2LoopExperts")  # between the two products
+# Whatever the weights are, these compute in float32 between the two products, or all of it.
+FLOAT32_INSIDE = ("BeamExperts", "Inkling2Experts", "Inkling2LoopExperts", "OpenAIPrivacyFilterExperts")
 
 
 def families():
@@ -86,9 +88,10 @@ def test_models(hf_pool, family, style, ep, tp, more):
 
 def test_a_models_own_implementation_computes_where_experts_are_not_swiglu(hf_pool):
     more = {"family": "GptOss", "style": "ExpertTensorParallel", "ep": 2, "tp": 2, "dtype": "float32"}
-    results = hf_pool.run(cases.model_errors, **more, implementation="counted", time_limit_s=200)
+    more |= {"implementation": "counted", "checkpointing": True}
+    results = hf_pool.run(cases.model_errors, **more, time_limit_s=200)
     parity.assert_close([errors for errors, _ in results], LIMIT)
-    assert all(len(calls) == 2 and min(calls) > 0 for _, calls in results)  # one call a layer
+    assert all(len(calls) == 4 and min(calls) > 0 for _, calls in results)  # one a layer, and once more
 
 
 def test_gate_and_up_cut_as_they_lie_are_wrong(hf_pool):
@@ -97,6 +100,12 @@ def test_gate_and_up_cut_as_they_lie_are_wrong(hf_pool):
 
 def test_state_dicts_are_hugging_faces(hf_pool, tmp_path):
     assert hf_pool.run(cases.state_dicts, folder=str(tmp_path), time_limit_s=200) == [[]] * 4
+
+
+def test_our_checkpoints_hold_hugging_faces_shapes(hf_pool, tmp_path):
+    assert hf_pool.run(cases.our_checkpoints, folder=str(tmp_path), time_limit_s=200) == [[]] * 4
+    pieces = json.loads((tmp_path / "cut" / "checkpoint.json").read_text(encoding="utf-8"))
+    assert '"shape": [8, 48, 16]' in json.dumps(pieces)  # [E, 2H, D]
 
 
 def test_every_family_of_the_installed_transformers(hf_pool):

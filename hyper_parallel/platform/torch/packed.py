@@ -10,9 +10,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from hyper_parallel.core.expert_parallel.experts import grouped_experts
+from hyper_parallel.core.expert_parallel.packed import PackedShapes
 from hyper_parallel.platform.torch import compat, sharding
 
-__all__ = ["PackedDTensor", "shard", "wrap"]
+__all__ = ["PackedDTensor", "pairs", "shard", "wrap"]
 
 # What such a module calls its sizes; its forward must find those of its part.
 SIZES = {
@@ -36,6 +37,16 @@ def shard(module, shapes, device_mesh, placements):
 def wrap(module, sharded):
     """See ``Platform.wrap_forward``; ``local_forward`` is called with the rows of this rank's experts."""
     return sharding.wrap_forward(module, sharded, call=_local_experts, mixins=(BorderStateDict,))
+
+
+def pairs(module):
+    """By the dotted name of each packed parameter in the module, the dim of its layout that tells gate from up."""
+    found = {}
+    for path, child in module.named_modules():
+        shapes = getattr(sharding.sharded_of(child), "shapes", None)
+        cuts = shapes.cuts if isinstance(shapes, PackedShapes) else {}
+        found |= {f"{path}.{name}".lstrip("."): cut.pair for name, cut in cuts.items() if cut.pair is not None}
+    return found
 
 
 def _local_experts(module, original, inputs, keywords):
@@ -145,7 +156,8 @@ class PackedDTensor(dt.DTensor):
         """Join the dims ``pair`` and the one after it."""
         shape = (*laid_out.shape[:pair], 2 * laid_out.shape[pair + 1], *laid_out.shape[pair + 2 :])
         placements = tuple(_joined(placement, pair) for placement in laid_out.placements)
-        local = laid_out.to_local().flatten(pair, pair + 1)
+        local = laid_out.to_local()
+        local = local.view(*local.shape[:pair], -1, *local.shape[pair + 2 :])
         stride = torch.empty(shape, device="meta").stride()
         joined = dt.DTensor.from_local(
             local, laid_out.device_mesh, placements, run_check=False, shape=shape, stride=stride

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, RAdam, RMSprop
 from hyper_parallel.checkpoint.layout import Cut, local_pieces
 from hyper_parallel.checkpoint.values import STORED_AS, Value
 from hyper_parallel.platform.operation import operation
-from hyper_parallel.platform.torch import compat
+from hyper_parallel.platform.torch import compat, packed
 
 __all__ = [
     "NAME",
@@ -132,6 +132,15 @@ def _parameters(module):
     return {_plain_name(name): parameter for name, parameter in module.named_parameters()}
 
 
+def _packed(module):
+    """By name, the dim in which a packed weight tells gate from up: checkpoints hold Hugging Face's shape."""
+    return {_plain_name(name): pair for name, pair in packed.pairs(module).items()}
+
+
+def _outside(tensor, pair):
+    return tensor if pair is None else packed.PackedDTensor.of(tensor.detach(), pair)
+
+
 def model_values(module) -> dict[str, Value]:
     """Parameters and persistent buffers by name; one that has several names has its first.
 
@@ -156,7 +165,8 @@ def model_values(module) -> dict[str, Value]:
     on_meta = [name for name, tensor in tensors.items() if tensor.is_meta]
     if on_meta:
         raise ValueError(f"{', '.join(on_meta)} are on the meta device; call module.to_empty(device=...) first")
-    return {name: _value(name, tensor) for name, tensor in tensors.items()}
+    pairs = _packed(module)
+    return {name: _value(name, _outside(tensor, pairs.get(name))) for name, tensor in tensors.items()}
 
 
 def _optimized(module, optimizer):
@@ -200,21 +210,21 @@ def optimizer_values(module, optimizer) -> dict[str, Value]:
     Raises:
         ValueError: parameters that are not the module's, or state of another shape than its parameter's.
     """
-    values = {}
+    values, pairs = {}, _packed(module)
     for name, parameter, _ in _optimized(module, optimizer):
         for key, tensor in _tensors(optimizer.state, parameter).items():
-            values[f"{key}.{name}"] = _state_value(f"{key}.{name}", tensor, parameter)
+            values[f"{key}.{name}"] = _state_value(f"{key}.{name}", tensor, parameter, pairs.get(name))
     return values
 
 
-def _state_value(name, tensor, parameter):
+def _state_value(name, tensor, parameter, pair):
     both = isinstance(tensor, dt.DTensor), isinstance(parameter, dt.DTensor)
     if tuple(tensor.shape) != tuple(parameter.shape) or both[0] != both[1]:
         raise ValueError(
             f"optimizer state {name} has shape {tuple(tensor.shape)}, its parameter {tuple(parameter.shape)}; only "
             "state that lies as its parameter does can be saved"
         )
-    return _value(name, tensor)
+    return _value(name, _outside(tensor, pair))
 
 
 def optimizer_state(module, optimizer) -> dict:
@@ -231,7 +241,7 @@ def optimizer_to_load(module, optimizer, saved: dict, saved_state: dict):
 
     A parameter of which nothing is saved has not been stepped: its state becomes empty, as a new optimizer's is.
     """
-    values, states = {}, {}
+    values, states, pairs = {}, {}, _packed(module)
     for name, parameter, group in _optimized(module, optimizer):
         keys = _keys(optimizer, group, saved, saved_state, name)
         if not any(f"{key}.{name}" in saved for key in keys):
@@ -243,7 +253,7 @@ def optimizer_to_load(module, optimizer, saved: dict, saved_state: dict):
             if tensor is None:
                 tensor = torch.zeros_like(parameter, requires_grad=False, dtype=_saved_dtype(saved, f"{key}.{name}"))
             state[key] = tensor
-            values[f"{key}.{name}"] = _state_value(f"{key}.{name}", tensor, parameter)
+            values[f"{key}.{name}"] = _state_value(f"{key}.{name}", tensor, parameter, pairs.get(name))
         for key, by_name in saved_state["scalars"].items():
             if name in by_name:
                 on_device = group.get("capturable") or group.get("fused")
