@@ -1,7 +1,7 @@
 """The planner's time of a MoE layer against the virtual clock, which runs the layer's real sequence of calls.
 
-Both take the same rates (tests/npu_sim/costs.py, the preset atlas-a2). Compared is what the planner takes a layer to do:
-products, passes over memory, collectives, and that nothing of these hides behind another.
+Both take the same rates (tests/npu_sim/costs.py, the preset atlas-a2). Compared is what the planner takes a layer to
+do: products, passes over memory, collectives, and that nothing of these hides behind another.
 """
 
 import itertools

@@ -99,7 +99,7 @@ class Sharded:
 
     def _check_arguments(self, inputs: tuple, keywords: dict[str, Any]) -> None:
         """Raise ``TypeError`` for arguments that :meth:`whole` does not have, in words about the module."""
-        signature = _signature(type(self))
+        signature = _signature(type(self).whole)
         try:
             signature.bind(*inputs, **keywords)
         except TypeError as error:
@@ -168,9 +168,9 @@ class Sharded:
 
 
 @functools.cache
-def _signature(cls: type) -> inspect.Signature:
+def _signature(whole: Callable) -> inspect.Signature:
     """What the user gives to a call: ``whole`` without self, module and forward, and without types."""
-    parameters = list(inspect.signature(cls.whole).parameters.values())[3:]
+    parameters = list(inspect.signature(whole).parameters.values())[3:]
     return inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])
 
 
