@@ -91,6 +91,7 @@ class Sharded:
     def __call__(self, mod: Module, local_forward: Callable, *inputs: Any, **keywords: Any) -> Tensor:
         """What the module computes for the user, or between dispatch and combine for the layer around it."""
         with self.naming_errors():
+            self.check_laid_out(mod)
             if inputs and inputs[-1] is Caller.MOE_LAYER:
                 return self.local(local_forward, *inputs[:-1])
             self._check_arguments(inputs, keywords)
@@ -98,7 +99,7 @@ class Sharded:
 
     def _check_arguments(self, inputs: tuple, keywords: dict[str, Any]) -> None:
         """Raise ``TypeError`` for arguments that :meth:`whole` does not have, in words about the module."""
-        signature = _signature(type(self))
+        signature = _signature(type(self).whole)
         try:
             signature.bind(*inputs, **keywords)
         except TypeError as error:
@@ -107,6 +108,9 @@ class Sharded:
                 f"{self.label} has the module called as {signature}, but it got ({', '.join(given)}): {error}"
                 f"{self.advice}"
             ) from None
+
+    def check_laid_out(self, mod: Module) -> None:
+        """Raise where the module no longer holds its shards, as far as that can be seen."""
 
     def local(self, local_forward: Callable, *inputs: Any) -> Tensor:
         """The module on its shards alone."""
@@ -164,9 +168,9 @@ class Sharded:
 
 
 @functools.cache
-def _signature(cls: type) -> inspect.Signature:
+def _signature(whole: Callable) -> inspect.Signature:
     """What the user gives to a call: ``whole`` without self, module and forward, and without types."""
-    parameters = list(inspect.signature(cls.whole).parameters.values())[3:]
+    parameters = list(inspect.signature(whole).parameters.values())[3:]
     return inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])
 
 
@@ -187,6 +191,26 @@ class ShardedExperts(Sharded):
         "routed and counted, call the MoE layer around the experts"
     )
 
+    def check_laid_out(self, mod: Module) -> None:
+        """Raise ``RuntimeError`` where somebody put a whole weight in the place of a shard."""
+        sizes = self.shapes
+        whole = {
+            "w1": (sizes.num_experts, sizes.hidden_dim, sizes.dim),
+            "w2": (sizes.num_experts, sizes.dim, sizes.hidden_dim),
+            "w3": (sizes.num_experts, sizes.hidden_dim, sizes.dim),
+        }
+        own = self.platform.parameters(mod)
+        for name, shape in whole.items():
+            weight = own.get(name)
+            if weight is None or self.platform.is_sharded(weight) or tuple(weight.shape) != shape:
+                continue
+            if self.device_mesh.size() > 1:
+                raise RuntimeError(
+                    f"{name} is no longer laid out over the mesh: a whole weight {shape} was put in its place; load "
+                    "whole weights before the style is applied, or through what distributes them (torch: "
+                    "set_model_state_dict with full_state_dict=True)"
+                )
+
     def local(
         self, local_forward: Callable, x_RD: Tensor, num_tokens_per_expert: Tensor, scores: Tensor | None = None
     ) -> Tensor:
@@ -204,7 +228,7 @@ class ShardedExperts(Sharded):
     ) -> Tensor:
         """Rows of this ep coordinate sorted by expert, counts over all experts -> their outputs, in the same order."""
         num_tokens_per_expert = check_inputs(self.platform, self.shapes, x, num_tokens_per_expert, scores)
-        check_fit(self.platform, x, self.platform.parameters(mod)["w1"])
+        check_fit(self.platform, x, mod.w1)
         self.check_replicated(x=x, num_tokens_per_expert=num_tokens_per_expert, scores=scores)
         inputs, trip = self.style._token_dispatch(mod, (x, num_tokens_per_expert, scores), self.ep_mesh)
         x_RD, counts_L, scores_R = inputs

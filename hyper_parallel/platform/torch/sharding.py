@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 import torch.distributed.tensor as dt
 from torch import nn
+from torch.nn.utils import parametrize
 
 from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.torch import compat
@@ -60,11 +61,14 @@ def wrap_forward(module, sharded, call=None, mixins=()):
     A class, unlike a forward put on the object, is shared by deep copies without tying them to the original, and by
     the layers of a model: code that was compiled for one of them serves all.
     """
-    wrapped = type(module) if SHARDED in vars(module) else _wrapped_class(type(module), sharded.label, call, mixins)
+    before = SHARDED in vars(module)
+    wrapped = type(module) if before else _wrapped_class(type(module), sharded.label, call, mixins)
 
     def put_on():
         module.__class__ = wrapped
         setattr(module, SHARDED, sharded)
+        if not before and not mixins:  # a class with a state dict of its own takes whole tensors apart
+            module.register_load_state_dict_pre_hook(_refuse_whole_tensors)
 
     return put_on
 
@@ -72,6 +76,19 @@ def wrap_forward(module, sharded, call=None, mixins=()):
 def sharded_of(module):
     """What ``wrap_forward`` put on the module, or None."""
     return vars(module).get(SHARDED)
+
+
+def _refuse_whole_tensors(module, state_dict, prefix, *_):
+    """Raise ``RuntimeError`` before whole tensors are put in place of shards (``assign=True``), or copied into them."""
+    for name, parameter in module.named_parameters():
+        value = state_dict.get(f"{prefix}{name}")
+        if value is None or not isinstance(parameter, dt.DTensor) or isinstance(value, dt.DTensor):
+            continue
+        raise RuntimeError(
+            f"{prefix}{name} is laid out over a mesh, but the state dict holds a plain tensor of shape "
+            f"{tuple(value.shape)}; load whole tensors by torch.distributed.checkpoint.state_dict."
+            "set_model_state_dict(model, state_dict, options=StateDictOptions(full_state_dict=True))"
+        )
 
 
 @functools.cache
@@ -109,6 +126,17 @@ def call_on_twin(module, method, values, inputs):
         return getattr(twin, method)(*inputs)
 
 
+def _parametrized(module, name):
+    """The value of a parameter that torch's parametrizations compute."""
+    try:
+        return getattr(module, name)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the parametrization of {name} failed: {error}. {name} is a DTensor, so the parametrization's own "
+            "parameters must be DTensors over the same mesh, made by torch.distributed.tensor.distribute_tensor"
+        ) from error
+
+
 @contextmanager
 def _twin(module, cls, value):
     """A module of class ``cls`` that shares everything with ``module`` but its parameters, and those of its children:
@@ -124,6 +152,8 @@ def _twin(module, cls, value):
 def _made_twin(module, cls, value, twins):
     twin = object.__new__(cls)
     parameters = {name: p if p is None else value(p) for name, p in compat.parameters_of(module).items()}
+    if parametrize.is_parametrized(module) and not issubclass(cls, type(module)):  # else the twin computes them itself
+        parameters |= {name: value(_parametrized(module, name)) for name in module.parametrizations}
     children = {
         name: child and _made_twin(child, type(child), value, twins)
         for name, child in compat.children_of(module).items()
