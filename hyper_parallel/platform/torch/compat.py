@@ -11,6 +11,7 @@ from torch import nn
 
 __all__ = [
     "ALL_TO_ALL",
+    "all_gather_into_tensor",
     "all_to_all_single",
     "children_of",
     "default_device",
@@ -21,6 +22,7 @@ __all__ = [
     "never_compiled",
     "parameters_of",
     "profiled",
+    "reduce_scatter_tensor",
     "set_time_limit",
     "wait_tensor",
 ]
@@ -33,6 +35,16 @@ ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 def all_to_all_single(x, recv_splits, send_splits, group: dist.ProcessGroup):
     """Start to exchange the rows of a contiguous x; read the result through :func:`wait_tensor` only."""
     return ALL_TO_ALL(x, list(recv_splits), list(send_splits), group.group_name)
+
+
+def all_gather_into_tensor(x, group: dist.ProcessGroup):
+    """Start to gather equal parts along the first dim; read the result through :func:`wait_tensor` only."""
+    return torch.ops._c10d_functional.all_gather_into_tensor.default(x, group.size(), group.group_name)
+
+
+def reduce_scatter_tensor(x, group: dist.ProcessGroup):
+    """Start to sum x over the group, and to hand out equal parts; read the result through :func:`wait_tensor` only."""
+    return torch.ops._c10d_functional.reduce_scatter_tensor.default(x, "sum", group.size(), group.group_name)
 
 
 def profiled(name: str):

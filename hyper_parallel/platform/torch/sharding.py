@@ -1,8 +1,10 @@
 """Parameters as DTensors, and modules that compute with their local parts."""
 
 import functools
+import math
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dt
 from torch import nn
@@ -10,7 +12,16 @@ from torch import nn
 from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.torch import compat
 
-__all__ = ["call_on_twin", "local", "to_torch", "shard_parameter", "wrap_forward", "SHARDED"]
+__all__ = [
+    "call_on_twin",
+    "distributed_tokens",
+    "local",
+    "local_tokens",
+    "to_torch",
+    "shard_parameter",
+    "wrap_forward",
+    "SHARDED",
+]
 
 SHARDED = "_hyper_parallel_sharded"
 
@@ -39,6 +50,24 @@ def shard_parameter(module, name, device_mesh, placements):
 def local(parameter):
     """This rank's part of a parameter, with a gradient."""
     return parameter.to_local() if isinstance(parameter, dt.DTensor) else parameter
+
+
+def local_tokens(x, device_mesh, placement):
+    """See ``Platform.local_tokens``."""
+    if not isinstance(x, dt.DTensor):
+        return x, None
+    (wanted,) = to_torch((placement,))
+    if x.placements != (wanted,):
+        x = x.redistribute(device_mesh, (wanted,))
+    return x.to_local(), tuple(x.shape)
+
+
+def distributed_tokens(x, device_mesh, placement, shape):
+    """See ``Platform.distributed_tokens``."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return dt.DTensor.from_local(
+        x, device_mesh, to_torch((placement,)), run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+    )
 
 
 def wrap_forward(module, sharded):
