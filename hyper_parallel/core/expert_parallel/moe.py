@@ -175,7 +175,8 @@ class _Setting:
 
     Attributes:
         call: the experts on local rows.
-        tp_group: over which the layer sums, both ways, once, on [T, D]; None where nothing is left to sum.
+        tp_group, tp_axis: over which the layer sums, both ways, once, on [T, D], and its name; None where nothing is
+            left to sum.
         holds_shared_experts: the shared expert's output is a term of that same sum.
     """
 
@@ -185,6 +186,7 @@ class _Setting:
     tp_group: Group = None
     reduce_dtype: Any = None
     holds_shared_experts: bool = False
+    tp_axis: str = "tp"
 
     @staticmethod
     def of(platform: Platform, moe: Any) -> "_Setting":
@@ -204,20 +206,21 @@ class _Setting:
         group = None if sharded.exchange.sums_over_tp else sharded.tp_group
         shared = None if moe.shared_experts is None else platform.sharded(moe.shared_experts)
         holds_shared = group is not None and shared is not None and shared.tp_group == group
-        return _Setting(platform, sharded.exchange, call, group, sharded.style.reduce_dtype, holds_shared)
+        dtype, axis = sharded.style.reduce_dtype, sharded.tp_axis
+        return _Setting(platform, sharded.exchange, call, group, dtype, holds_shared, axis)
 
     def enter(self, x: Tensor, what: str = "tokens") -> Tensor:
         """Into the part of the layer whose values are terms of a sum over tp."""
         if self.tp_group is None:
             return x
-        name = f"moe: sum of the {what}' gradient over tp"
+        name = f"moe: sum of the {what}' gradient over {self.tp_axis}"
         return self.platform.copy_to_group(x, self.tp_group, name, self.reduce_dtype)
 
     def leave(self, y_TD: Tensor) -> Tensor:
         """Out of it, with the sum."""
         if self.tp_group is None:
             return y_TD
-        name = "moe: sum of the output tokens over tp"
+        name = f"moe: sum of the output tokens over {self.tp_axis}"
         return self.platform.reduce_from_group(y_TD, self.tp_group, name, self.reduce_dtype)
 
 

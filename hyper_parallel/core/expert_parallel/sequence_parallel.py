@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hyper_parallel.core.device_mesh import check_mesh
+from hyper_parallel.core.device_mesh import check_axis_names, check_mesh
 from hyper_parallel.core.expert_parallel.modules import MoEBase
 from hyper_parallel.core.expert_parallel.tokens import TokenLayout
 from hyper_parallel.core.parallel_style import ParallelStyle
@@ -57,6 +57,7 @@ class MoESequenceParallel(ParallelStyle):
                 f"Replicate() for the other, got input_layouts {given} and output_layouts {wanted}"
             )
         self.given, self.wanted, self.use_local_output = given, wanted, use_local_output
+        check_axis_names(type(self).__name__, tp_axis=tp_axis)
         self.mesh_dim_names = (tp_axis,)
 
     def validate(self, module: Module, device_mesh: Mesh) -> None:

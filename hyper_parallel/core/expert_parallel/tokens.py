@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hyper_parallel.core.device_mesh import axis_name
 from hyper_parallel.core.expert_parallel.agreement import Sending, agreed_counts, described, ranks_of
 from hyper_parallel.core.expert_parallel.checks import check_tokens
 from hyper_parallel.core.placement_types import Placement, Shard
@@ -78,7 +79,7 @@ class TokenLayout:
     @property
     def axis(self) -> str:
         """The name of the mesh's axis."""
-        return self.mesh.mesh_dim_names[0]  # type: ignore[index]
+        return axis_name(self.mesh)
 
     @property
     def ranks(self) -> list[int]:
