@@ -19,8 +19,9 @@ INPUTS = {
     "uneven tokens": ((7, DIM), 0, None),
     "one token": ((1, DIM), 0, "sharded"),
 }
+ETP = "ExpertTensorParallel"
 STYLES = (
-    "ExpertTensorParallel",
+    ETP,
     "ExpertParallel",
     "TensorParallel",
     "DedupExpertTensorParallel",
@@ -241,3 +242,25 @@ def refusals(context):
     attempt("batches", lambda: layer(dim=1)(adapter.tensor(np.ones((2 + rank % 2, 4, DIM)))))
     attempt("local output", lambda: layer(use_local_output=False))
     return found
+
+
+def with_dtensors(context, given):
+    """torch: errors of output and gradient where both are DTensors of an uneven sequence, given cut or whole; and how
+    often the ranks asked each other for their numbers of tokens."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    adapter, one = context.framework, make_layer(context, 2)
+    layer = cut(context, copy.deepcopy(one), ETP, 1, 4, None, 1, use_local_output=False)
+    mesh = whole_mesh("torch", context.world_size, 1, 4)["tp"]
+    x = adapter.tensor(tokens_of(0, (2, 5, DIM)))
+    placement = {"cut": Shard(1), "whole": Replicate()}[given]
+    spread = distribute_tensor(x, mesh, [placement]).requires_grad_()
+    with recorded(context) as calls:
+        y = layer(spread)
+    assert y.placements == (Shard(1),) and y.shape == x.shape
+    (y * y).sum().backward()
+    assert spread.grad.placements == (placement,)
+    whole = evaluate(context, one, tokens_of(0, (2, 5, DIM)))
+    found = {"output": (y.full_tensor(), whole.output), "x": (spread.grad.full_tensor(), whole.input_gradients[0])}
+    errors = {name: oracle.relative_error(adapter.array(value), expected) for name, (value, expected) in found.items()}
+    return errors, sum(call.shape == (4 * 6,) for call in calls)

@@ -7,7 +7,7 @@ from tests.distributed import sequence_parallel_cases as cases
 from tests.harness import parity
 from tests.harness.frameworks import framework
 
-ETP = "ExpertTensorParallel"
+ETP = cases.ETP
 
 
 def tolerance(pool):
@@ -39,6 +39,13 @@ def test_one_side_cut(pool, layouts):
     results = pool.run(cases.with_every_style, **arguments)
     for style in styles:
         parity.assert_close([errors[style] for errors in results], tolerance(pool))
+
+
+@pytest.mark.parametrize("given", ["cut", "whole"])
+def test_dtensors(torch_pool, given):
+    """An uneven sequence that says by itself how it is cut: nobody is asked."""
+    for errors, asked in torch_pool.run(cases.with_dtensors, given=given):
+        assert max(errors.values()) < 1e-12 and asked == 0, errors
 
 
 @pytest.mark.parametrize(
