@@ -14,6 +14,7 @@ from hyper_parallel.core.expert_parallel import (
     DedupExpertTensorParallel,
     ExpertParallel,
     ExpertTensorParallel,
+    MoESequenceParallel,
     SplitExpertTensorParallel,
     TensorParallel,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "ExpertTensorParallel",
     "DedupExpertTensorParallel",
     "SplitExpertTensorParallel",
+    "MoESequenceParallel",
     "ParallelStyle",
     "parallelize_module",
     "parallelize",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hyper_parallel.core.types import Group, Mesh
 
-__all__ = ["DeviceMesh", "check_mesh", "init_device_mesh"]
+__all__ = ["DeviceMesh", "axis_name", "check_axis_names", "check_mesh", "init_device_mesh"]
 
 
 def init_device_mesh(
@@ -165,6 +165,26 @@ class DeviceMesh:
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceMesh":
         # A mesh stands for running process groups: a copied module goes on using the same ones.
         return self
+
+
+def axis_name(mesh: Mesh) -> str:
+    """The name of a 1-D mesh's axis, for messages."""
+    return mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "an unnamed axis"
+
+
+def check_axis_names(style: str, **names: str) -> None:
+    """Raise unless the names that a style was given for its axes, ``ep_axis="ep"``, may name axes of one mesh.
+
+    Raises:
+        TypeError: no string. ValueError: empty, or one name for two axes.
+    """
+    for argument, name in names.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{style}: {argument} must be the name of a mesh axis, such as 'tp', got {name!r}")
+        if not name:
+            raise ValueError(f"{style}: {argument} must be the name of a mesh axis, such as 'tp', got an empty string")
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"{style}: {' and '.join(names)} must differ, both are {next(iter(names.values()))!r}")
 
 
 def check_mesh(device_mesh: Mesh, names: tuple[str, ...], style: str) -> None:

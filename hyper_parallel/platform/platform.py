@@ -161,6 +161,22 @@ class Platform(ABC):
     def is_sharded(self, parameter: Any) -> bool:
         """Whether a parameter is already laid out over a mesh."""
 
+    @abstractmethod
+    def local_tokens(self, x: Any, device_mesh: Mesh, placement: Placement) -> tuple[Tensor, tuple[int, ...] | None]:
+        """This rank's part of tokens that are laid out over a 1-D mesh, and the shape of the whole.
+
+        A distributed tensor of the framework is brought to ``placement`` first. Of a tensor that holds its own data
+        the shape of the whole is not known: None. Differentiable.
+        """
+
+    @abstractmethod
+    def distributed_tokens(self, x: Tensor, device_mesh: Mesh, placement: Placement, shape: tuple[int, ...]) -> Any:
+        """The distributed tensor of that shape whose part on this rank is x; differentiable.
+
+        Raises:
+            TypeError: the framework has no distributed tensor.
+        """
+
     # Dtypes and devices
 
     @abstractmethod
@@ -373,6 +389,26 @@ class Platform(ABC):
     def gather_from_group(self, x: Tensor, splits: Sequence[int], group: Group, name: str) -> Tensor:
         """Forward: the rows of all ranks, ``splits[r]`` from rank r. Backward: this rank's share of the gradient, which
         is the same on every rank."""
+
+    @abstractmethod
+    def gather_tokens(
+        self, x: Tensor, splits: Sequence[int], group: Group, name: str, dtype: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """Forward: the rows of all ranks, ``splits[r]`` from rank r, as two values that are equal: an all-gather.
+
+        The first is for what every rank computes alike: its gradient is complete on every rank, and this rank's share
+        of it goes back. The second is for what is cut over the group: its gradients are terms, of which each rank gets
+        the sum of its share, by a reduce-scatter; ``dtype`` is theirs on their way, by default the gradient's.
+        """
+
+    @abstractmethod
+    def scatter_tokens(
+        self, terms: Tensor, complete: Tensor | None, splits: Sequence[int], group: Group, name: str, dtype: Any = None
+    ) -> Tensor:
+        """Forward: this rank's share of rows, ``splits[r]`` for rank r: the sum over the group of ``terms``, by a
+        reduce-scatter, and of ``complete``, which is the same on every rank, once. Backward: the shares' gradients,
+        gathered once, for both. ``dtype`` is that of the terms on their way, by default their own.
+        """
 
     @abstractmethod
     def sum_over_group(self, x: Tensor, group: Group, name: str) -> Tensor:

@@ -55,7 +55,7 @@ def reduce_gradients(
     verbs, span = platform.gradients(), Span.of(platform, mesh)
     local = verbs.local_gradients(parameters, grads)
     wanted = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
-    axes_of = {i: span.shared_axes(parameters[i]) for i in wanted}
+    axes_of = {i: span.axes_to_sum(parameters[i]) for i in wanted}
     if span.axes:
         for i in _missing_here(span, [parameters[i] for i in wanted], [local[i] for i in wanted], axes_of.values()):
             local[wanted[i]] = verbs.zero_gradient(parameters[wanted[i]])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.expert_parallel.tokens import COMPLETE_OVER
 from hyper_parallel.core.types import Group, Mesh, Tensor
 from hyper_parallel.platform import imported_platforms
 from hyper_parallel.platform.gradients import GradientVerbs
@@ -113,6 +114,11 @@ class Span:
                     'each, such as mesh["dp", "ep"] in place of a flattened one'
                 )
         return tuple(shared)
+
+    def axes_to_sum(self, parameter: Tensor) -> tuple[int, ...]:
+        """The shared axes, but for those whose ranks all have the parameter's complete gradient already."""
+        complete = set(getattr(parameter, COMPLETE_OVER, ()))
+        return tuple(axis for axis in self.shared_axes(parameter) if not complete.issuperset(self.along((axis,))))
 
 
 def _holds_same_part(parameter: Any, rank: int) -> bool:

@@ -9,6 +9,10 @@ from tests.harness import oracle
 from tests.harness.by_name import CasesOf
 
 peers = CasesOf("tests.distributed.peer_cases")
+llama4 = CasesOf("tests.distributed.llama4_cases")
+needs_torchtitan = pytest.mark.skipif(
+    not importlib.util.find_spec("torchtitan"), reason="needs: pip install --no-deps torchtitan==0.2.2"
+)
 
 
 @pytest.mark.parametrize("ep,tp", [(2, 2), (4, 1)])
@@ -25,7 +29,7 @@ def test_torch_and_mindspore(torch_pool, mindspore_pool, ep, tp):
         assert max(oracle.relative_error(b, a) for a, b in compared) < 1e-5
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torchtitan"), reason="needs: pip install --no-deps torchtitan==0.2.2")
+@needs_torchtitan
 @pytest.mark.parametrize("ep,tp", [(2, 2), (4, 1), (1, 4)])
 def test_torchtitan(torch_pool, ep, tp):
     problem = oracle.make_problem(ep, 8, 6, 8)
@@ -35,3 +39,12 @@ def test_torchtitan(torch_pool, ep, tp):
     if tp > 1:  # its output alone is one term of the sum
         for differences in torch_pool.run(peers.against_torchtitan, whole_output=False, **arguments):
             assert differences[0] > 0.1
+
+
+@needs_torchtitan
+def test_torchtitans_plan_for_llama4(torch_pool):
+    """Tensor and sequence parallel around, our style inside, with the edits that docs/torchtitan.md lists."""
+    for errors in torch_pool.run(llama4.against_one_device, time_limit_s=180):
+        assert len(errors) == 27 and max(errors.values()) < 1e-5, errors
+    for errors in torch_pool.run(llama4.against_one_device, with_style_alone=True, time_limit_s=180):
+        assert errors["logits"] > 1e-2 and errors["layers.1.moe.router.gate.weight"] > 1e-2, errors

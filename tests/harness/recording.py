@@ -41,6 +41,7 @@ MINDSPORE = (
     "recv",
 )
 STEPS = ("dispatch", "combine")
+TORCH_COMPAT = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
 MINDSPORE_PRIMITIVES = ("dist_comm_isend_op", "dist_comm_irecv_op")
 
 
@@ -113,7 +114,7 @@ def _targets(platform):
             groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
             return dist.get_process_group_ranks(groups[0] if groups else None)
 
-        return [(dist, verb, of_group) for verb in TORCH] + [(compat, "all_to_all_single", of_group)]
+        return [(dist, verb, of_group) for verb in TORCH] + [(compat, verb, of_group) for verb in TORCH_COMPAT]
     import mindspore.communication as comm
     from mindspore.mint import distributed as dist
 

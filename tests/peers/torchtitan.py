@@ -2,11 +2,12 @@
 
     pip install --no-deps torchtitan==0.2.2
 
-The package as a whole wants a GPU and many dependencies. Its three MoE files need only a few names of the rest, which
-are stood in for while they load. Two things do not run on a CPU and are exchanged for what does: the Triton kernel for
-indices (TorchTitan's own CPU version takes its place) and ``torch.histc`` of integers.
+The package as a whole wants a GPU and many dependencies. Its MoE files, and its Llama 4, need only a few names of the
+rest, which are stood in for while they load. Two things do not run on a CPU and are exchanged for what does: the Triton
+kernel for indices (TorchTitan's own CPU version takes its place) and ``torch.histc`` of integers.
 """
 
+import functools
 import importlib.util
 import logging
 import sys
@@ -18,7 +19,7 @@ from unittest import mock
 
 import torch
 
-__all__ = ["installed", "load", "integer_histc"]
+__all__ = ["installed", "load", "load_llama4", "integer_histc"]
 
 
 def installed():
@@ -27,25 +28,8 @@ def installed():
 
 def load():
     """GroupedExperts, MoE, MoEArgs and the styles; leaves no stand-in behind in ``sys.modules``."""
-    root = Path(importlib.util.find_spec("torchtitan").submodule_search_locations[0])
-    stand_ins = {
-        "torchtitan": {},
-        "torchtitan.models": {},
-        "torchtitan.models.moe": {},
-        "torchtitan.tools": {},
-        "torchtitan.models.utils": {"trunc_normal_": torch.nn.init.trunc_normal_},
-        "torchtitan.tools.logging": {"logger": logging.getLogger("torchtitan")},
-        "torchtitan.tools.utils": {"_round_up": lambda x, multiple: -(-x // multiple) * multiple},
-        "triton.language": {"constexpr": int},
-    }
-    modules = {name: _stand_in(name, **names) for name, names in stand_ins.items()}
-    modules["triton"] = _stand_in("triton", jit=lambda kernel: kernel, language=modules["triton.language"])
-    with mock.patch.dict(sys.modules, modules):
-        kernels = _execute("torchtitan.models.moe.kernels", root / "models/moe/kernels.py")
-        kernels.generate_permute_indices = partial(kernels.generate_permute_indices, use_cpu=True)
-        _execute("torchtitan.models.moe.utils", root / "models/moe/utils.py")
-        moe = _execute("torchtitan.models.moe.moe", root / "models/moe/moe.py")
-        styles = _execute("torchtitan.distributed.expert_parallel", root / "distributed/expert_parallel.py")
+    with _stand_ins():
+        moe, styles = _load_moe()
     return SimpleNamespace(
         GroupedExperts=partial(moe.GroupedExperts, use_grouped_mm=False),
         MoE=moe.MoE,
@@ -53,6 +37,101 @@ def load():
         ExpertParallel=styles.ExpertParallel,
         ExpertTensorParallel=styles.ExpertTensorParallel,
     )
+
+
+def load_llama4(edits=()):
+    """The Llama 4 model and its plan, whose text is edited first: pairs of what stands there once, and what takes its
+    place."""
+    with _stand_ins():
+        moe, _ = _load_moe()
+        sys.modules["torchtitan.models.moe"].moe = moe
+        vars(sys.modules["torchtitan.models.moe"]).update(vars(moe))
+        _execute("torchtitan.models.attention", _root() / "models/attention.py")
+        _execute("torchtitan.distributed", _root() / "distributed/__init__.py")
+        args = _execute("torchtitan.models.llama4.model.args", _root() / "models/llama4/model/args.py")
+        model = _execute("torchtitan.models.llama4.model.model", _root() / "models/llama4/model/model.py")
+        plan = _execute(
+            "torchtitan.models.llama4.infra.parallelize", _root() / "models/llama4/infra/parallelize.py", edits
+        )
+    return SimpleNamespace(
+        Transformer=model.Transformer,
+        TransformerModelArgs=args.TransformerModelArgs,
+        MoEArgs=moe.MoEArgs,
+        apply_non_moe_tp=plan.apply_non_moe_tp,
+        apply_moe_ep_tp=plan.apply_moe_ep_tp,
+    )
+
+
+def _load_moe():
+    language = _stand_in("triton.language", constexpr=int)
+    triton = _stand_in("triton", jit=lambda kernel: kernel, language=language)
+    with mock.patch.dict(sys.modules, {"triton": triton, "triton.language": language}):
+        kernels = _execute("torchtitan.models.moe.kernels", _root() / "models/moe/kernels.py")
+    sys.modules[kernels.__name__] = kernels
+    kernels.generate_permute_indices = partial(kernels.generate_permute_indices, use_cpu=True)
+    _execute("torchtitan.models.moe.utils", _root() / "models/moe/utils.py")
+    moe = _execute("torchtitan.models.moe.moe", _root() / "models/moe/moe.py")
+    return moe, _execute("torchtitan.distributed.expert_parallel", _root() / "distributed/expert_parallel.py")
+
+
+@functools.cache
+def _root():
+    return Path(importlib.util.find_spec("torchtitan").submodule_search_locations[0])
+
+
+class _ModelProtocol(torch.nn.Module):
+    def __init__(self, model_args):
+        super().__init__()
+
+
+@contextmanager
+def _stand_ins():
+    """Names of the rest of the package that the files import."""
+    _root()  # cannot be found once the package itself is stood in for
+    unused = dict.fromkeys(
+        ("JobConfig", "Compile", "ParallelDims", "DualPipeExpertParallel", "BaseTokenizer", "AttentionMasksType"),
+        object,
+    )
+    unused |= dict.fromkeys(("apply_ac", "apply_cp_to_attention_module", "get_dual_pipe_v_flag", "apply_ddp"))
+    unused |= dict.fromkeys(("maybe_enable_async_tp", "disable_fsdp_gradient_division", "TORCH_DTYPE_MAP"))
+    unused |= dict.fromkeys(("get_moe_model_nparams_and_flops", "has_cuda_capability"))
+    used = {
+        "trunc_normal_": torch.nn.init.trunc_normal_,
+        "logger": logging.getLogger("torchtitan"),
+        "_round_up": lambda x, multiple: -(-x // multiple) * multiple,
+        "BaseModelArgs": object,
+        "ModelProtocol": _ModelProtocol,
+    }
+    packages = (
+        "torchtitan",
+        "torchtitan.components",
+        "torchtitan.components.tokenizer",
+        "torchtitan.config",
+        "torchtitan.config.job_config",
+        "torchtitan.distributed.activation_checkpoint",
+        "torchtitan.distributed.context_parallel",
+        "torchtitan.distributed.dual_pipe_v",
+        "torchtitan.distributed.parallel_dims",
+        "torchtitan.distributed.tensor_parallel",
+        "torchtitan.models",
+        "torchtitan.models.llama3.infra.parallelize",
+        "torchtitan.models.llama4.model",
+        "torchtitan.models.moe",
+        "torchtitan.models.utils",
+        "torchtitan.protocols",
+        "torchtitan.protocols.model",
+        "torchtitan.protocols.train_spec",
+        "torchtitan.tools",
+        "torchtitan.tools.logging",
+        "torchtitan.tools.utils",
+    )
+    modules = {name: _stand_in(name, **unused, **used) for name in packages}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:  # these, and not all of sys.modules as it was: parts of torch may have come in
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchtitan"]:
+            del sys.modules[name]
 
 
 @contextmanager
@@ -76,9 +155,13 @@ def _stand_in(name, **names):
     return module
 
 
-def _execute(name, path):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
+def _execute(name, path, edits=()):
+    text = path.read_text(encoding="utf-8")
+    for old, new in edits:
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {path.name}"
+        text = text.replace(old, new)
+    module = ModuleType(name)
+    module.__file__, module.__package__ = str(path), name.rpartition(".")[0]
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    exec(compile(text, str(path), "exec"), vars(module))
     return module

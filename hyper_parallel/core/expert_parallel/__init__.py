@@ -7,11 +7,13 @@ from hyper_parallel.core.expert_parallel.expert_parallel import (
     SplitExpertTensorParallel,
     TensorParallel,
 )
+from hyper_parallel.core.expert_parallel.sequence_parallel import MoESequenceParallel
 
 __all__ = [
     "DedupExpertTensorParallel",
     "ExpertParallel",
     "ExpertTensorParallel",
+    "MoESequenceParallel",
     "SplitExpertTensorParallel",
     "TensorParallel",
 ]

@@ -38,12 +38,20 @@ class ExpertParallel(ExpertsStyle):
 
     Each rank routes its own rows; rows travel to the ranks of their experts and back. Experts' gradients are summed
     over all rows of the group, wherever they came from; see docs/training.md for the divisor this implies.
+
+    Args:
+        ep_axis: the name of the mesh's axis.
     """
 
     mesh_dim_names: tuple[str, ...] = ("ep",)
 
+    def __init__(self, *, ep_axis: str = "ep") -> None:
+        super().__init__()
+        self._name_axes(ep_axis=ep_axis)
+
     def _shapes(self, platform: Platform, module: Module) -> ExpertShapes:
-        return experts_shapes(platform, module, type(self).__name__, extra_parameters=self.mesh_dim_names == ("ep",))
+        over_ep_alone = type(self).mesh_dim_names == ("ep",)
+        return experts_shapes(platform, module, type(self).__name__, extra_parameters=over_ep_alone)
 
     def _placements(self, parameter: str) -> tuple[Placement, ...]:
         return (Shard(0),)
@@ -75,13 +83,15 @@ class TensorParallel(ExpertsStyle):
 
     Args:
         reduce_dtype: see ``ExpertTensorParallel``.
+        tp_axis: the name of the mesh's axis.
     """
 
     mesh_dim_names: tuple[str, ...] = ("tp",)
 
-    def __init__(self, *, reduce_dtype: Any = None) -> None:
+    def __init__(self, *, reduce_dtype: Any = None, tp_axis: str = "tp") -> None:
         super().__init__()
         self.reduce_dtype = reduce_dtype
+        self._name_axes(tp_axis=tp_axis)
 
     def _shapes(self, platform: Platform, module: Module) -> Any:
         shapes = feed_forward_shapes(platform, module, type(self).__name__)
@@ -115,13 +125,15 @@ class ExpertTensorParallel(ExpertParallel):
             alike, for example ``torch.float32`` under bfloat16 weights: the sum is then rounded once, at twice the
             bytes over tp. By default the dtype of what is summed. With tp = 2 both are equal, for one addition
             rounds once anyway.
+        ep_axis, tp_axis: the names of the mesh's axes, in this order; TorchTitan's are "ep" and "etp".
     """
 
     mesh_dim_names = ("ep", "tp")
 
-    def __init__(self, *, reduce_dtype: Any = None) -> None:
-        super().__init__()
+    def __init__(self, *, reduce_dtype: Any = None, ep_axis: str = "ep", tp_axis: str = "tp") -> None:
+        super().__init__(ep_axis=ep_axis)
         self.reduce_dtype = reduce_dtype
+        self._name_axes(ep_axis=ep_axis, tp_axis=tp_axis)
 
     def _placements(self, parameter: str) -> tuple[Placement, ...]:
         return (Shard(0), Shard(HIDDEN_DIM[parameter]))
@@ -148,10 +160,13 @@ class SplitExpertTensorParallel(ExpertTensorParallel):
     a reduce-scatter of the rows over tp. Any number of tokens will do; shares differ by one at most. Terms of the sum
     over tp travel in the dtype of the rows: there is no ``reduce_dtype``. Applied to bare experts it is
     ``ExpertTensorParallel``.
+
+    Args:
+        ep_axis, tp_axis: see ``ExpertTensorParallel``.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, ep_axis: str = "ep", tp_axis: str = "tp") -> None:
+        super().__init__(ep_axis=ep_axis, tp_axis=tp_axis)
 
     def make_exchange(self, places: Places) -> Exchange:
         return super().make_exchange(places) if places.tp_mesh is None else SplitExchange(places)

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from typing import Any
 
-from hyper_parallel.core.device_mesh import check_mesh
+from hyper_parallel.core.device_mesh import check_axis_names, check_mesh
 from hyper_parallel.core.expert_parallel.agreement import check_same_module
 from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_buffers, check_ready, experts_shapes
 from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, RowsExchange
@@ -24,6 +24,16 @@ class ExpertsStyle(ParallelStyle):
     # See the styles over tp.
     reduce_dtype: Any = None
 
+    def _name_axes(self, **names: str) -> None:
+        """Give this object's axes other names: ``ep_axis``, ``tp_axis``. Those of the class say what an axis is for."""
+        check_axis_names(type(self).__name__, **names)
+        self.mesh_dim_names = tuple(names.get(f"{kind}_axis", kind) for kind in type(self).mesh_dim_names)
+
+    def _axis_name(self, kind: str) -> str | None:
+        """What this object calls its axis "ep" or "tp"; None where the style has no such axis."""
+        kinds = type(self).mesh_dim_names
+        return self.mesh_dim_names[kinds.index(kind)] if kind in kinds else None
+
     def validate(self, module: Module, device_mesh: Mesh) -> Any:
         """Return the module's sizes; raise what :meth:`apply` documents."""
         style, platform = type(self).__name__, get_platform(module)
@@ -35,14 +45,15 @@ class ExpertsStyle(ParallelStyle):
         check_mesh(device_mesh, self.mesh_dim_names, style)
         check_ready(platform, module, style)
         shapes = packed_shapes(platform, module, style) or self._shapes(platform, module)
-        for axis, what in (("ep", "num_experts"), ("tp", "hidden_dim")):
-            if axis not in self.mesh_dim_names:
+        for kind, what in (("ep", "num_experts"), ("tp", "hidden_dim")):
+            axis = self._axis_name(kind)
+            if axis is None:
                 continue
             size, degree = getattr(shapes, what), device_mesh.size(self.mesh_dim_names.index(axis))
             if size % degree:
                 raise ValueError(f"{style}: {what} ({size}) must be divisible by the {axis} degree ({degree})")
         if isinstance(shapes, ExpertShapes):
-            check_buffers(platform, module, shapes, self.mesh_dim_names, style)
+            check_buffers(platform, module, shapes, type(self).mesh_dim_names, style)
         if self.reduce_dtype is not None and not platform.is_floating(self.reduce_dtype):
             raise ValueError(
                 f"{style}: reduce_dtype must be a floating dtype of {platform.name}, such as {platform.name}.float32, "
@@ -78,7 +89,7 @@ class ExpertsStyle(ParallelStyle):
         put_on = packed.wrap(module, sharded) if packed else platform.wrap_forward(module, sharded)
         check_same_module(platform, module, shapes, device_mesh, type(self).__name__)
         if packed:
-            packed.shard(module, shapes, device_mesh, placements_of(shapes, self.mesh_dim_names))
+            packed.shard(module, shapes, device_mesh, placements_of(shapes, type(self).mesh_dim_names))
         else:
             self._partition_fn("", module, device_mesh)
         put_on()
@@ -92,7 +103,7 @@ class ExpertsStyle(ParallelStyle):
         return RowsExchange(places)
 
     def _bind(self, shapes: Any, platform: Platform, device_mesh: Mesh, name: str) -> Sharded:
-        axes = {axis: self._axis(device_mesh, axis) for axis in ("ep", "tp")}
+        axes = {kind: self._axis(device_mesh, kind) for kind in ("ep", "tp")}
         shared = {axis: None if mesh is None or mesh.size() == 1 else mesh for axis, mesh in axes.items()}
         places = Places(platform, shapes.num_experts, shared["ep"], shared["tp"])
         if isinstance(shapes, PackedShapes):
@@ -101,9 +112,10 @@ class ExpertsStyle(ParallelStyle):
         exchange = None if self._replaces_bare_dispatch_only() else self.make_exchange(places)
         return ShardedExperts(self, platform, name, shapes, device_mesh, axes["ep"], axes["tp"], exchange)
 
-    def _axis(self, device_mesh: Mesh, axis: str) -> Mesh | None:
-        """The 1-D mesh of an axis, or None where the style does not use it."""
-        if axis not in self.mesh_dim_names:
+    def _axis(self, device_mesh: Mesh, kind: str) -> Mesh | None:
+        """The 1-D mesh of the axis "ep" or "tp", or None where the style does not use it."""
+        axis = self._axis_name(kind)
+        if axis is None:
             return None
         return device_mesh if device_mesh.ndim == 1 else device_mesh[axis]
 

@@ -11,6 +11,7 @@ from typing import Any
 from hyper_parallel.core.expert_parallel import load, moe
 from hyper_parallel.core.expert_parallel.experts import feed_forward, grouped_experts
 from hyper_parallel.core.expert_parallel.router import check_router, check_sizes, route
+from hyper_parallel.core.expert_parallel.tokens import TokenLayout
 from hyper_parallel.core.types import Mesh, Tensor
 from hyper_parallel.platform.platform import Platform
 
@@ -144,11 +145,13 @@ class MoEBase:
         tokens_per_expert: int64 [E], rows routed to each expert by this rank since the last update. Counted when the
             backward pass comes by: once per step, whether or not the layer is recomputed, and not in evaluation.
         expert_bias: fp32 [E] or None.
+        token_layout: what ``MoESequenceParallel`` says of input and output, or None.
     """
 
     platform: Platform
     tokens_per_expert: Tensor
     expert_bias: Tensor | None
+    token_layout: TokenLayout | None = None
     # The platform's other modules.
     router_class: type
     experts_class: type
@@ -194,7 +197,8 @@ class MoEBase:
         self._make_buffers(num_experts)
 
     def run(self, x: Tensor) -> Tensor:
-        """``[B, S, D]`` or ``[T, D]`` -> the same shape and dtype (under autocast, its dtype)."""
+        """``[B, S, D]`` or ``[T, D]`` -> the same shape and dtype (under autocast, its dtype). Under
+        ``MoESequenceParallel`` both are this rank's part of the tokens."""
         return moe.mixture_of_experts(self.platform, self, x)
 
     def after_routing(self, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor) -> Tensor:

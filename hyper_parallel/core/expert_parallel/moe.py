@@ -4,7 +4,7 @@ Shape suffixes: T tokens, K experts per token, R rows of this rank's experts, D 
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from hyper_parallel.core.expert_parallel.checks import check_output, check_tokens
 from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, Routing, RowsExchange
 from hyper_parallel.core.expert_parallel.sharded import Caller, ShardedExperts
+from hyper_parallel.core.expert_parallel.tokens import COMPLETE_OVER, TokenLayout, Tokens
 from hyper_parallel.core.types import Group, Module, Tensor
 from hyper_parallel.platform.platform import Platform
 
@@ -32,6 +33,8 @@ def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
     Returns:
         The shape and dtype of x.
     """
+    if moe.token_layout is not None:
+        return platform.eagerly(_cut_over_tp, platform, moe, moe.token_layout, x)
     check_tokens(platform, moe, x)
     x_TD = x if len(x.shape) == 2 else x.reshape((_product(x.shape[:-1]), x.shape[-1]))
     scores_TK, selected_TK = moe.router(x_TD, moe.expert_bias)
@@ -46,32 +49,106 @@ def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
 
 def through_experts(platform: Platform, moe: Any, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor) -> Tensor:
     """What follows the routing, whatever way the tokens travel, and a sharded shared expert: [T, D]."""
+    with _naming_errors(platform, moe):
+        setting, shared_experts = Setting.of(platform, moe), moe.shared_experts
+        inputs_TD = setting.enter(x_TD)
+        y_TD = _routed(platform, moe, setting, inputs_TD, scores_TK, selected_TK)
+        if setting.holds_shared_experts:
+            y_TD = y_TD + shared_experts(inputs_TD, Caller.MOE_LAYER)
+        y_TD = setting.leave(y_TD)
+        has_own_sum = shared_experts is not None and platform.sharded(shared_experts) is not None
+        return y_TD + shared_experts(x_TD) if has_own_sum and not setting.holds_shared_experts else y_TD
+
+
+def _cut_over_tp(platform: Platform, moe: Any, layout: TokenLayout, x: Any) -> Any:
+    """The layer on tokens that are cut over tp, or returned so: the layer's layouts say which."""
+    with _naming_errors(platform, moe):
+        setting, shared_experts = Setting.of(platform, moe), moe.shared_experts
+        experts_over_tp = _lies_on(layout, platform.sharded(moe.experts), must=True)
+        holds_shared = shared_experts is not None and _lies_on(layout, platform.sharded(shared_experts))
+        sums = experts_over_tp and not setting.exchange.sums_over_tp
+        dtype = setting.reduce_dtype
+        tokens = layout.enter(moe, x, sums or holds_shared, dtype)
+        _note_complete_gradients(platform, moe, layout)
+
+        scores_TK, selected_TK = moe.router(tokens.complete_TD, moe.expert_bias)
+        inputs_TD = tokens.terms_TD if sums else tokens.complete_TD
+        takes_share = tokens.own_SD is not None and setting.exchange.takes_shares and layout.wanted.is_shard()
+        y_TD = _routed(platform, moe, setting, inputs_TD, scores_TK, selected_TK, tokens if takes_share else None)
+        terms, complete, own = (y_TD if kind else None for kind in (sums, not sums and not takes_share, takes_share))
+        if holds_shared:
+            y_TD = shared_experts(tokens.terms_TD, Caller.MOE_LAYER)
+            terms = y_TD if terms is None else terms + y_TD
+        elif shared_experts is not None:
+            y_TD = shared_experts(tokens.complete_TD)
+            complete = y_TD if complete is None else complete + y_TD
+        return layout.leave(tokens, terms, complete, own, dtype)
+
+
+def _lies_on(layout: TokenLayout, sharded: Any, must: bool = False) -> bool:
+    """Whether a module is cut over several ranks, those that the tokens are cut over.
+
+    Raises:
+        ValueError: it ``must``, and is cut over others.
+    """
+    mesh = getattr(sharded, "tp_mesh", None)
+    if mesh is None or mesh.size() == 1:
+        return False
+    if mesh.mesh.tolist() == layout.ranks:
+        return True
+    if must:
+        raise ValueError(
+            f"{sharded.label} cuts the experts over ranks {mesh.mesh.tolist()}, but MoESequenceParallel the tokens "
+            f"over ranks {layout.ranks}; apply both on slices of one mesh, with the same tp axis"
+        )
+    return False
+
+
+def _note_complete_gradients(platform: Platform, moe: Any, layout: TokenLayout) -> None:
+    """Parameters that ranks of different tokens use alike: sums over these ranks would count every token again.
+
+    Noted in each call, for copies of a module have parameters of their own.
+    """
+    for _, module in platform.named_modules(moe):
+        for parameter in platform.parameters(module).values():
+            if parameter is not None:
+                setattr(parameter, COMPLETE_OVER, tuple(layout.ranks))
+
+
+def _naming_errors(platform: Platform, moe: Any) -> AbstractContextManager:
     sharded = platform.sharded(moe.experts)
-    with sharded.naming_errors() if isinstance(sharded, ShardedExperts) else nullcontext():
-        return _routed(platform, moe, sharded, x_TD, scores_TK, selected_TK)
+    return sharded.naming_errors() if isinstance(sharded, ShardedExperts) else nullcontext()
 
 
-def _routed(platform: Platform, moe: Any, sharded: Any, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor) -> Tensor:
+def _routed(
+    platform: Platform,
+    moe: Any,
+    setting: "Setting",
+    inputs_TD: Tensor,
+    scores_TK: Tensor,
+    selected_TK: Tensor,
+    shares: Tokens | None = None,
+) -> Tensor:
+    """Outputs of each token's experts, summed: terms of a sum over tp, if the setting has one. With ``shares`` only the
+    tokens of this tp rank are sent and come back; scores and choices are those of all."""
+    sharded = platform.sharded(moe.experts)
     if isinstance(sharded, ShardedExperts):
-        sharded.check_replicated(tokens=x_TD, scores=scores_TK)
-    setting = Setting.of(platform, moe)
-    shared_experts = moe.shared_experts
+        sharded.check_replicated(tokens=inputs_TD, scores=scores_TK)
     routing = Routing(*platform.sort_by_expert(selected_TK, moe.router.num_experts))
     learns = _router_learns(platform, moe.router)
     if learns:
         scores_TK = platform.count_in_backward(scores_TK, moe.tokens_per_expert, routing.counts_E)
 
-    inputs_TD, scores_TK = setting.enter(x_TD), setting.enter(scores_TK, "scores")
+    scores_TK = setting.enter(scores_TK, "scores")
     experts = partial(_scored_experts, platform, moe, setting.call)
-    y_TD = through_exchange(setting.exchange, experts, inputs_TD, scores_TK, selected_TK, routing)
+    if shares is None:
+        y_TD = through_exchange(setting.exchange, experts, inputs_TD, scores_TK, selected_TK, routing)
+    else:
+        inputs, trip = setting.exchange.dispatch_share(shares.own_SD, shares.splits, scores_TK, selected_TK)
+        y_TD = setting.exchange.combine_share(experts(*inputs), trip)
     if not learns:  # No gradient may come to the scores; one comes here if anything behind is trained.
         y_TD = platform.count_in_backward(y_TD, moe.tokens_per_expert, routing.counts_E)
-    if setting.holds_shared_experts:
-        y_TD = y_TD + shared_experts(inputs_TD, Caller.MOE_LAYER)
-    y_TD = setting.leave(y_TD)
-
-    has_own_sum = shared_experts is not None and platform.sharded(shared_experts) is not None
-    return y_TD + shared_experts(x_TD) if has_own_sum and not setting.holds_shared_experts else y_TD
+    return y_TD
 
 
 def through_exchange(
@@ -106,7 +183,8 @@ class Setting:
 
     Attributes:
         call: the experts on local rows.
-        tp_group: over which the layer sums, both ways, once, on [T, D]; None where nothing is left to sum.
+        tp_group, tp_axis: over which the layer sums, both ways, once, on [T, D], and its name; None where nothing is
+            left to sum.
         holds_shared_experts: the shared expert's output is a term of that same sum.
     """
 
@@ -116,6 +194,7 @@ class Setting:
     tp_group: Group = None
     reduce_dtype: Any = None
     holds_shared_experts: bool = False
+    tp_axis: str = "tp"
 
     @staticmethod
     def of(platform: Platform, moe: Any) -> "Setting":
@@ -137,20 +216,21 @@ class Setting:
         group = None if sharded.exchange.sums_over_tp else sharded.tp_group
         shared = None if moe.shared_experts is None else platform.sharded(moe.shared_experts)
         holds_shared = group is not None and shared is not None and shared.tp_group == group
-        return Setting(platform, sharded.exchange, call, group, sharded.style.reduce_dtype, holds_shared)
+        dtype, axis = sharded.style.reduce_dtype, sharded.tp_axis
+        return Setting(platform, sharded.exchange, call, group, dtype, holds_shared, axis)
 
     def enter(self, x: Tensor, what: str = "tokens") -> Tensor:
         """Into the part of the layer whose values are terms of a sum over tp."""
         if self.tp_group is None:
             return x
-        name = f"moe: sum of the {what}' gradient over tp"
+        name = f"moe: sum of the {what}' gradient over {self.tp_axis}"
         return self.platform.copy_to_group(x, self.tp_group, name, self.reduce_dtype)
 
     def leave(self, y_TD: Tensor) -> Tensor:
         """Out of it, with the sum."""
         if self.tp_group is None:
             return y_TD
-        name = "moe: sum of the output tokens over tp"
+        name = f"moe: sum of the output tokens over {self.tp_axis}"
         return self.platform.reduce_from_group(y_TD, self.tp_group, name, self.reduce_dtype)
 
 

@@ -173,7 +173,8 @@ class ShardedPacked(Sharded):
         platform, (x_TD, selected_TK, scores_TK) = self.platform, self._inputs(inputs, keywords)
         self.check_replicated(tokens=x_TD, ids=selected_TK, scores=scores_TK)
         group = None if self.exchange.sums_over_tp else self.tp_group
-        setting = Setting(platform, self.exchange, local_forward, group, getattr(self.style, "reduce_dtype", None))
+        dtype = self.style.reduce_dtype
+        setting = Setting(platform, self.exchange, local_forward, group, dtype, tp_axis=self.tp_axis)
         selected_TK = platform.to_int(selected_TK)
         routing = Routing(*platform.sort_by_expert(selected_TK, self.shapes.num_experts))
         x_TD, scores_TK = setting.enter(x_TD), setting.enter(scores_TK, "scores")

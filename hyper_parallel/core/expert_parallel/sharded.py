@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from hyper_parallel.core.device_mesh import axis_name
 from hyper_parallel.core.expert_parallel.checks import (
     ExpertShapes,
     FeedForwardShapes,
@@ -88,6 +89,11 @@ class Sharded:
         """The group over which terms are summed, or None where one rank holds all of it."""
         return self.tp_mesh.get_group() if self.tp_mesh is not None and self.tp_mesh.size() > 1 else None
 
+    @property
+    def tp_axis(self) -> str:
+        """Its name, for messages."""
+        return "tp" if self.tp_mesh is None else axis_name(self.tp_mesh)
+
     def __call__(self, mod: Module, local_forward: Callable, *inputs: Any, **keywords: Any) -> Tensor:
         """What the module computes for the user, or between dispatch and combine for the layer around it."""
         with self.naming_errors():
@@ -126,9 +132,9 @@ class Sharded:
         group, dtype = self.tp_group, self.style.reduce_dtype
         if group is None:
             return forward(*inputs)
-        names = (f"experts: sum of the {what}' gradient over tp" for what in ("rows", "scores"))
+        names = (f"experts: sum of the {what}' gradient over {self.tp_axis}" for what in ("rows", "scores"))
         entered = [self.platform.copy_to_group(x, group, name, dtype) for x, name in zip(inputs, names)]
-        name = "experts: sum of the output rows over tp"
+        name = f"experts: sum of the output rows over {self.tp_axis}"
         return self.platform.reduce_from_group(forward(*entered), group, name, dtype)
 
     @contextmanager
@@ -148,14 +154,15 @@ class Sharded:
         for name, value in inputs.items():
             if value is None:
                 continue
-            what = f"debug: all-gather of digests of {name} over tp"
+            ep, tp = "ep" if self.ep_mesh is None else axis_name(self.ep_mesh), self.tp_axis
+            what = f"debug: all-gather of digests of {name} over {tp}"
             digests = self.platform.digests(value, self.tp_mesh.get_group(), what)
             different = [r for r, digest in enumerate(digests) if digest != digests[0]]
             nan = self._words_on_nan(name, value)
             if different:
                 raise ValueError(
-                    f"{self.label}: all tp ranks of one ep coordinate must be given the same {name}; those of "
-                    f"tp coordinates {different} differ from that of tp coordinate 0{nan and f' ({nan})'}"
+                    f"{self.label}: all {tp} ranks of one {ep} coordinate must be given the same {name}; those of "
+                    f"{tp} coordinates {different} differ from that of {tp} coordinate 0{nan and f' ({nan})'}"
                 )
             if nan:
                 logger.warning("%s: %s", self.name, nan)

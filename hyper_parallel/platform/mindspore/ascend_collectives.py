@@ -20,7 +20,7 @@ from mindspore.mint import distributed as dist
 from hyper_parallel.platform.mindspore.rows import copied
 from hyper_parallel.platform.operation import operation
 
-__all__ = ["AllToAll", "all_to_all", "all_reduce", "broadcast", "all_gather"]
+__all__ = ["AllToAll", "all_to_all", "all_reduce", "broadcast", "all_gather", "reduce_scatter"]
 
 
 def _named(name, group):
@@ -79,3 +79,11 @@ def all_gather(x, group, name):
     with _named(name, group):
         dist.all_gather(gathered, copied(x), group=group, async_op=True).wait()
     return gathered
+
+
+def reduce_scatter(x, group, name):
+    """This rank's part of the sum of x over the group, of equal parts along the first dim. x has elements."""
+    part = mint.empty((x.shape[0] // comm.get_group_size(group), *x.shape[1:]), dtype=x.dtype)
+    with _named(name, group):
+        dist.reduce_scatter_tensor(part, x.contiguous(), group=group, async_op=True).wait()
+    return part

@@ -8,7 +8,16 @@ from hyper_parallel.platform.mindspore import device, host
 from hyper_parallel.platform.mindspore.compat import Function
 from hyper_parallel.platform.mindspore.rows import copied
 
-__all__ = ["AllToAllRows", "CopyToGroup", "CountsExchange", "ReduceFromGroup", "SplitOverGroup", "GatherFromGroup"]
+__all__ = [
+    "AllToAllRows",
+    "CopyToGroup",
+    "CountsExchange",
+    "ReduceFromGroup",
+    "SplitOverGroup",
+    "GatherFromGroup",
+    "GatherTokens",
+    "ScatterTokens",
+]
 
 
 class CountsExchange:
@@ -109,3 +118,52 @@ class GatherFromGroup(Function):
     @staticmethod
     def backward(ctx, grad):
         return _share(grad, *ctx.call), None, None, None
+
+
+def _all_gather(x, splits, group, name):
+    if min(splits) < max(splits):
+        return _gather(x, splits, group, name)
+    return mint.cat(device.collectives().all_gather(x, group, name), 0) if splits[0] else copied(x)
+
+
+def _reduce_scatter(x, splits, group, name, dtype):
+    terms, size = x if dtype is None else x.astype(dtype), splits[comm.get_rank(group)]
+    if max(splits) == 0:
+        return copied(x)
+    if min(splits) == max(splits):
+        return device.collectives().reduce_scatter(terms, group, name).astype(x.dtype)
+    num_ranks = len(splits)
+    parts = device.collectives().all_to_all(terms, splits, (size,) * num_ranks, group, name)
+    return parts.reshape((num_ranks, size, *x.shape[1:])).sum(0).astype(x.dtype) if size else parts.astype(x.dtype)
+
+
+class GatherTokens(Function):
+    """Forward: all shares, gathered, twice. Backward: this rank's share of what is complete, and its share of the sum
+    of the terms."""
+
+    @staticmethod
+    def forward(ctx, x, splits, group, name, dtype):
+        ctx.call = splits, group, f"{name} (backward)", dtype
+        gathered = _all_gather(x, splits, group, name)
+        return gathered, copied(gathered)
+
+    @staticmethod
+    def backward(ctx, complete, terms):
+        splits, group, *_ = ctx.call
+        return _share(complete, splits, group) + _reduce_scatter(terms, *ctx.call), None, None, None, None
+
+
+class ScatterTokens(Function):
+    """Forward: this rank's share of the sum of the terms, and of what is complete. Backward: all shares, gathered."""
+
+    @staticmethod
+    def forward(ctx, terms, complete, splits, group, name, dtype):
+        ctx.call = splits, group, f"{name} (backward)"
+        ctx.has_complete = complete is not None
+        share = _reduce_scatter(terms, splits, group, name, dtype)
+        return share + _share(complete, splits, group) if ctx.has_complete else share
+
+    @staticmethod
+    def backward(ctx, grad):
+        gathered = _all_gather(grad, *ctx.call)
+        return gathered, gathered if ctx.has_complete else None, None, None, None, None

@@ -3,7 +3,7 @@
 What the backend has: all-reduce, broadcast, list all-gather and point-to-point, also on subgroups. What it lacks, or
 gets silently wrong, is dealt with here, once:
 
-- there is no all-to-all: it is made of sends and receives;
+- there is no all-to-all and no reduce-scatter: they are made of sends and receives;
 - messages without elements break it: they are left out, which both sides know from the counts;
 - results written into views are lost: every target is a fresh buffer;
 - messages between two ranks match in order whatever the collective: each function is complete when it returns;
@@ -23,7 +23,7 @@ from hyper_parallel.platform.mindspore.compat import dist_comm_irecv_op, dist_co
 from hyper_parallel.platform.mindspore.rows import copied
 from hyper_parallel.platform.operation import operation
 
-__all__ = ["AllToAll", "all_to_all", "all_reduce", "broadcast", "all_gather"]
+__all__ = ["AllToAll", "all_to_all", "all_reduce", "broadcast", "all_gather", "reduce_scatter"]
 
 
 @contextmanager
@@ -97,6 +97,17 @@ def all_gather(x, group, name):
     with _named(name, group):
         dist.all_gather(gathered, copied(x), group=group)
     return gathered
+
+
+def reduce_scatter(x, group, name):
+    """This rank's part of the sum of x over the group, of equal parts along the first dim. x has elements.
+
+    The backend has none: the parts travel to where they are summed.
+    """
+    size = comm.get_group_size(group)
+    part = x.shape[0] // size
+    parts = all_to_all(x, (part,) * size, (part,) * size, group, name)
+    return parts.reshape((size, part, *x.shape[1:])).sum(0)
 
 
 def _peers(rank, size):

@@ -87,6 +87,12 @@ class MindSporePlatform(Platform):
     def is_sharded(self, parameter):
         return isinstance(parameter, sharding.ShardedParameter)
 
+    def local_tokens(self, x, device_mesh, placement):
+        return x, None
+
+    def distributed_tokens(self, x, device_mesh, placement, shape):
+        raise TypeError("MindSpore has no distributed tensor: leave use_local_output at True")
+
     # Dtypes and devices
 
     def dtype_name(self, value):
@@ -205,6 +211,12 @@ class MindSporePlatform(Platform):
 
     def gather_from_group(self, x, splits, group, name):
         return collectives.GatherFromGroup.apply(x, splits, group, name)
+
+    def gather_tokens(self, x, splits, group, name, dtype=None):
+        return collectives.GatherTokens.apply(x, splits, group, name, dtype)
+
+    def scatter_tokens(self, terms, complete, splits, group, name, dtype=None):
+        return collectives.ScatterTokens.apply(terms, complete, splits, group, name, dtype)
 
     def sum_over_group(self, x, group, name):
         return device.collectives().all_reduce(x, group, name)

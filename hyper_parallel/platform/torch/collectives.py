@@ -26,6 +26,8 @@ __all__ = [
     "ReduceFromGroup",
     "SplitOverGroup",
     "GatherFromGroup",
+    "GatherTokens",
+    "ScatterTokens",
     "ops_to_save",
 ]
 
@@ -179,3 +181,58 @@ class GatherFromGroup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return _share(grad, *ctx.call), None, None, None
+
+
+def _all_gather(x, splits, group, name):
+    if min(splits) < max(splits):
+        return _gather(x, splits, group, name)
+    with named(name, group):
+        return compat.wait_tensor(compat.all_gather_into_tensor(x.contiguous(), group))
+
+
+def _reduce_scatter(x, splits, group, name, dtype):
+    terms = x.to(dtype or x.dtype).contiguous()
+    if min(splits) == max(splits):
+        with named(name, group):
+            return compat.wait_tensor(compat.reduce_scatter_tensor(terms, group)).to(x.dtype)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    parts = _all_to_all(terms, splits, (splits[rank],) * size, group, name)
+    return parts.view(size, splits[rank], *x.shape[1:]).sum(0).to(x.dtype)
+
+
+class GatherTokens(torch.autograd.Function):
+    """Forward: all shares, gathered, twice. Backward: this rank's share of what is complete, and its share of the sum
+    of the terms."""
+
+    @staticmethod
+    def forward(ctx, x, splits, group, name, dtype):
+        ctx.call = splits, group, f"{name} (backward)", dtype
+        ctx.set_materialize_grads(False)
+        gathered = _all_gather(x, splits, group, name)
+        return gathered, gathered.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, complete, terms):
+        splits, group, *_ = ctx.call
+        # Every rank comes by here with the same of the two: what the layer does with them is the same everywhere.
+        found = [] if complete is None else [_share(complete, splits, group)]
+        found += [] if terms is None else [_reduce_scatter(terms, *ctx.call)]
+        return sum(found[1:], start=found[0]) if found else None, None, None, None, None
+
+
+class ScatterTokens(torch.autograd.Function):
+    """Forward: this rank's share of the sum of the terms, and of what is complete. Backward: all shares, gathered."""
+
+    @staticmethod
+    def forward(ctx, terms, complete, splits, group, name, dtype):
+        ctx.call = splits, group, f"{name} (backward)"
+        ctx.has_complete = complete is not None
+        share = _reduce_scatter(terms, splits, group, name, dtype)
+        return share + _share(complete, splits, group) if ctx.has_complete else share
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        gathered = _all_gather(grad, *ctx.call)
+        return gathered, gathered if ctx.has_complete else None, None, None, None, None

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 __all__ = [
     "ALL_TO_ALL",
     "StridedShard",
+    "all_gather_into_tensor",
     "all_to_all_single",
     "as_dtensor_class",
     "children_of",
@@ -27,6 +28,7 @@ __all__ = [
     "never_compiled",
     "parameters_of",
     "profiled",
+    "reduce_scatter_tensor",
     "set_time_limit",
     "wait_tensor",
 ]
@@ -39,6 +41,16 @@ ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 def all_to_all_single(x, recv_splits, send_splits, group: dist.ProcessGroup):
     """Start to exchange the rows of a contiguous x; read the result through :func:`wait_tensor` only."""
     return ALL_TO_ALL(x, list(recv_splits), list(send_splits), group.group_name)
+
+
+def all_gather_into_tensor(x, group: dist.ProcessGroup):
+    """Start to gather equal parts along the first dim; read the result through :func:`wait_tensor` only."""
+    return torch.ops._c10d_functional.all_gather_into_tensor.default(x, group.size(), group.group_name)
+
+
+def reduce_scatter_tensor(x, group: dist.ProcessGroup):
+    """Start to sum x over the group, and to hand out equal parts; read the result through :func:`wait_tensor` only."""
+    return torch.ops._c10d_functional.reduce_scatter_tensor.default(x, "sum", group.size(), group.group_name)
 
 
 def profiled(name: str):

@@ -110,6 +110,12 @@ class TorchPlatform(Platform):
     def is_sharded(self, parameter):
         return isinstance(parameter, dt.DTensor)
 
+    def local_tokens(self, x, device_mesh, placement):
+        return sharding.local_tokens(x, device_mesh, placement)
+
+    def distributed_tokens(self, x, device_mesh, placement, shape):
+        return sharding.distributed_tokens(x, device_mesh, placement, shape)
+
     # Dtypes and devices
 
     def dtype_name(self, value):
@@ -232,6 +238,12 @@ class TorchPlatform(Platform):
 
     def gather_from_group(self, x, splits, group, name):
         return collectives.GatherFromGroup.apply(x, splits, group, name)
+
+    def gather_tokens(self, x, splits, group, name, dtype=None):
+        return collectives.GatherTokens.apply(x, splits, group, name, dtype)
+
+    def scatter_tokens(self, terms, complete, splits, group, name, dtype=None):
+        return collectives.ScatterTokens.apply(terms, complete, splits, group, name, dtype)
 
     def sum_over_group(self, x, group, name):
         return collectives.all_reduce(x, group, name)

@@ -1,8 +1,10 @@
 """Parameters as DTensors, and modules that compute with their local parts."""
 
 import functools
+import math
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dt
 from torch import nn
@@ -13,7 +15,9 @@ from hyper_parallel.platform.torch import compat
 
 __all__ = [
     "call_on_twin",
+    "distributed_tokens",
     "local",
+    "local_tokens",
     "local_twin",
     "to_torch",
     "shard_parameter",
@@ -49,6 +53,24 @@ def shard_parameter(module, name, device_mesh, placements):
 def local(parameter):
     """This rank's part of a parameter, with a gradient."""
     return parameter.to_local() if isinstance(parameter, dt.DTensor) else parameter
+
+
+def local_tokens(x, device_mesh, placement):
+    """See ``Platform.local_tokens``."""
+    if not isinstance(x, dt.DTensor):
+        return x, None
+    (wanted,) = to_torch((placement,))
+    if x.placements != (wanted,):
+        x = x.redistribute(device_mesh, (wanted,))
+    return x.to_local(), tuple(x.shape)
+
+
+def distributed_tokens(x, device_mesh, placement, shape):
+    """See ``Platform.distributed_tokens``."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return dt.DTensor.from_local(
+        x, device_mesh, to_torch((placement,)), run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+    )
 
 
 def wrap_forward(module, sharded, call=None, mixins=()):

@@ -12,6 +12,7 @@ rank's experts), E experts, L experts of one rank (E / ep), D model size.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,9 +81,12 @@ class Exchange(ABC):
     Attributes:
         sums_over_tp: whether ``combine`` returns complete sums, and ``dispatch`` complete gradients, over tp. Where it
             is False the layer sums the terms itself, once, on [T, D].
+        takes_shares: whether ``dispatch_share`` and ``combine_share`` may take the place of the two in a layer whose
+            tp ranks each have a part of the tokens.
     """
 
     sums_over_tp = False
+    takes_shares = False
 
     def __init__(self, places: Places) -> None:
         self.places = places
@@ -115,3 +119,14 @@ class Exchange(ABC):
     @abstractmethod
     def combine(self, rows_RD: Tensor, trip: Any) -> Tensor:
         """Bring the experts' scored output rows back, and sum those of each token: [T, D], differentiable."""
+
+    def dispatch_share(
+        self, x_SD: Tensor, shares: Sequence[int], scores_TK: Tensor, selected_TK: Tensor
+    ) -> tuple[LocalInputs, Any]:
+        """``dispatch`` where this tp rank has its own tokens only, ``shares[r]`` of rank r; scores and choices
+        are those of all, in order of the ranks."""
+        raise NotImplementedError
+
+    def combine_share(self, rows_RD: Tensor, trip: Any) -> Tensor:
+        """``combine`` for the tokens of this tp rank alone."""
+        raise NotImplementedError

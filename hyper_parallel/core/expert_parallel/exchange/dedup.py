@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.device_mesh import axis_name
 from hyper_parallel.core.expert_parallel.agreement import Sending, agreed_counts, described, ranks_of
 from hyper_parallel.core.expert_parallel.exchange.base import Exchange, LocalInputs, Places, Routing
 from hyper_parallel.core.types import Tensor
@@ -75,8 +76,8 @@ class DedupExchange(Exchange):
         return platform.index_add(y_MD, trip.token_M, trip.num_tokens)
 
     def _exchange(self, values: Tensor, send: tuple[int, ...], recv: tuple[int, ...], name: str) -> Tensor:
-        group = self.ep_mesh.get_group()
-        return self.places.platform.all_to_all_rows(values, send, recv, group, f"{name} over ep")
+        name = f"{name} over {axis_name(self.ep_mesh)}"
+        return self.places.platform.all_to_all_rows(values, send, recv, self.ep_mesh.get_group(), name)
 
     def _plan(
         self, needs_TP: Tensor, counts_E: Tensor, sending: Sending
@@ -87,7 +88,7 @@ class DedupExchange(Exchange):
         tokens_P = platform.to_int(needs_TP.sum(0)) if needs_TP.shape[0] else counts_E[:num_ranks] * 0
         # To each rank: the rows for each of its experts, then the tokens that they come from.
         meant = platform.concat([counts_E.reshape((num_ranks, -1)), tokens_P.reshape((num_ranks, 1))], 1)
-        name = "dispatch: all-to-all of counts over ep"
+        name = f"dispatch: all-to-all of counts over {axis_name(ep_mesh)}"
         arriving = platform.start_counts_exchange(
             described(platform, meant, sending), ep_mesh.get_group(), name, also=(tokens_P,)
         )

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hyper_parallel.core.device_mesh import axis_name
 from hyper_parallel.core.expert_parallel.agreement import Sending, agreed_counts, described, ranks_of
 from hyper_parallel.core.expert_parallel.checks import check_counts
 from hyper_parallel.core.expert_parallel.exchange.base import Exchange, LocalInputs, Routing
-from hyper_parallel.core.types import Group, Mesh, Tensor
+from hyper_parallel.core.types import Mesh, Tensor
 from hyper_parallel.platform.platform import Arriving, Platform
 
 __all__ = [
@@ -111,7 +112,7 @@ def inverse_order(order_R: np.ndarray) -> np.ndarray:
 def start_counts(platform: Platform, counts_E: Tensor, sending: Sending, ep_mesh: Mesh) -> Arriving:
     """Start step 1 of :func:`send_rows`, to do something else while it runs."""
     meant = described(platform, counts_E.reshape((ep_mesh.size(), -1)), sending)
-    name = "dispatch: all-to-all of counts over ep"
+    name = f"dispatch: all-to-all of counts over {axis_name(ep_mesh)}"
     return platform.start_counts_exchange(meant, ep_mesh.get_group(), name, also=(counts_E,))
 
 
@@ -143,7 +144,6 @@ def send_rows(
     """
     if ep_mesh is None or ep_mesh.size() == 1:
         return LocalInputs(x_RD, num_tokens_per_expert_E, scores_R), None
-    group = ep_mesh.get_group()
     if arriving is None:
         arriving = start_counts(platform, num_tokens_per_expert_E, Sending.of(platform, x_RD, scores_R), ep_mesh)
     counts_E, arrived = arriving.to_host()
@@ -152,8 +152,8 @@ def send_rows(
     recv_counts_PL = agreed_counts(arrived, ep_mesh.size(), ranks_of(ep_mesh))
 
     travel, counts_L = _plan(platform, counts_E, recv_counts_PL, like=x_RD)
-    rows = _send(platform, x_RD, travel, group, "rows")
-    scores = None if scores_R is None else _send(platform, scores_R, travel, group, "scores")
+    rows = _send(platform, x_RD, travel, ep_mesh, "rows")
+    scores = None if scores_R is None else _send(platform, scores_R, travel, ep_mesh, "scores")
     return LocalInputs(rows, counts_L, scores), travel
 
 
@@ -165,9 +165,8 @@ def return_rows(platform: Platform, y_RD: Tensor, travel: RowsTravel | None, ep_
         raise ValueError(f"the experts returned {y_RD.shape[0]} rows for {sum(travel.recv_splits)} that went in")
     if travel.order_R is not None:
         y_RD = platform.permute(y_RD, travel.inverse_R, travel.order_R)
-    return platform.all_to_all_rows(
-        y_RD, travel.recv_splits, travel.send_splits, ep_mesh.get_group(), "combine: all-to-all of rows over ep"
-    )
+    name = f"combine: all-to-all of rows over {axis_name(ep_mesh)}"
+    return platform.all_to_all_rows(y_RD, travel.recv_splits, travel.send_splits, ep_mesh.get_group(), name)
 
 
 def _plan(
@@ -184,10 +183,9 @@ def _plan(
     return RowsTravel(*splits, order_R, inverse_R), counts_L
 
 
-def _send(platform: Platform, values_R: Tensor, travel: RowsTravel, group: Group, what: str) -> Tensor:
-    values_R = platform.all_to_all_rows(
-        values_R, travel.send_splits, travel.recv_splits, group, f"dispatch: all-to-all of {what} over ep"
-    )
+def _send(platform: Platform, values_R: Tensor, travel: RowsTravel, ep_mesh: Mesh, what: str) -> Tensor:
+    name = f"dispatch: all-to-all of {what} over {axis_name(ep_mesh)}"
+    values_R = platform.all_to_all_rows(values_R, travel.send_splits, travel.recv_splits, ep_mesh.get_group(), name)
     if travel.order_R is None:
         return values_R
     return platform.permute(values_R, travel.order_R, travel.inverse_R)
