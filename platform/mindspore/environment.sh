@@ -3,8 +3,8 @@
 
 # Ranks share the cores of their host: without this each takes all of them.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Seconds until the scheduler gives up a rank that ended without a word; MindSpore's default is longer.
-export MS_NODE_TIMEOUT="${MS_NODE_TIMEOUT:-15}"
+# Seconds until the scheduler gives up a rank that ended without a word, or that a busy host kept silent.
+export MS_NODE_TIMEOUT="${MS_NODE_TIMEOUT:-30}"
 # A second between attempts to reach the scheduler. 0 does not work.
 export MS_RETRY_INTERVAL_LOWER="${MS_RETRY_INTERVAL_LOWER:-1}" MS_RETRY_INTERVAL_UPPER="${MS_RETRY_INTERVAL_UPPER:-1}"
 # MindSpore's own log: critical errors only; 3 adds errors, 2 warnings.
