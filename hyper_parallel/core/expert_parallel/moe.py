@@ -24,8 +24,8 @@ def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
     """A MoE layer: route, run the chosen experts, sum their scored outputs, add the shared expert.
 
     Args:
-        moe: has ``router``, ``experts``, ``shared_experts`` (or None), ``score_position``, ``expert_bias`` (or None)
-            and ``tokens_per_expert``.
+        moe: has ``router``, ``experts``, ``shared_experts`` (or None), ``shared_gate`` (or None), ``score_position``,
+            ``expert_bias`` (or None) and ``tokens_per_expert``.
         x: [..., D]. With tensor-parallel experts all tp ranks hold the same x.
 
     Returns:
@@ -36,10 +36,12 @@ def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
     scores_TK, selected_TK = moe.router(x_TD, moe.expert_bias)
     # How many rows go where is data: a compiler that traced this would trace again for every new routing.
     has_sharded = moe.shared_experts is not None and platform.sharded(moe.shared_experts) is not None
-    parts = ("experts", "shared_experts") if has_sharded else ("experts",)
+    parts = ["experts"]
+    if has_sharded:
+        parts += ["shared_experts"] if _gate_of(moe) is None else ["shared_experts", "shared_gate"]
     y_TD = platform.as_operator(moe, "after_routing", parts, x_TD, scores_TK, selected_TK)
     if moe.shared_experts is not None and not has_sharded:
-        y_TD = y_TD + moe.shared_experts(x_TD)
+        y_TD = y_TD + _gated(platform, moe.shared_experts(x_TD), _gate_values(platform, moe, x_TD))
     return y_TD if len(x.shape) == 2 else y_TD.reshape(tuple(x.shape))
 
 
@@ -67,12 +69,29 @@ def _routed(platform: Platform, moe: Any, sharded: Any, x_TD: Tensor, scores_TK:
     y_TD = exchange.combine(rows_RD, trip)
     if not learns:  # No gradient may come to the scores; one comes here if anything behind is trained.
         y_TD = platform.count_in_backward(y_TD, moe.tokens_per_expert, routing.counts_E)
+    has_sharded = shared_experts is not None and platform.sharded(shared_experts) is not None
+    gate_T = _gate_values(platform, moe, x_TD) if has_sharded else None
     if setting.holds_shared_experts:
-        y_TD = y_TD + shared_experts(inputs_TD, Caller.MOE_LAYER)
+        entered_T = None if gate_T is None else setting.enter(gate_T, "shared gate")
+        y_TD = y_TD + _gated(platform, shared_experts(inputs_TD, Caller.MOE_LAYER), entered_T)
     y_TD = setting.leave(y_TD)
+    if has_sharded and not setting.holds_shared_experts:  # it has a sum of its own
+        y_TD = y_TD + _gated(platform, shared_experts(x_TD), gate_T)
+    return y_TD
 
-    has_own_sum = shared_experts is not None and platform.sharded(shared_experts) is not None
-    return y_TD + shared_experts(x_TD) if has_own_sum and not setting.holds_shared_experts else y_TD
+
+def _gate_of(moe: Any) -> Any:
+    return getattr(moe, "shared_gate", None)  # layers of other makers have none
+
+
+def _gate_values(platform: Platform, moe: Any, x_TD: Tensor) -> Tensor | None:
+    """What each token's shared output is multiplied by: [T], or None for a layer without a gate."""
+    gate = _gate_of(moe)
+    return None if gate is None else platform.probabilities(gate(x_TD), "sigmoid").reshape((x_TD.shape[0],))
+
+
+def _gated(platform: Platform, y_TD: Tensor, gate_T: Tensor | None) -> Tensor:
+    return y_TD if gate_T is None else platform.scale_rows(y_TD, gate_T)
 
 
 def _router_learns(platform: Platform, router: Module) -> bool:
