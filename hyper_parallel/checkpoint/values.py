@@ -10,7 +10,7 @@ from hyper_parallel.checkpoint.layout import Piece
 __all__ = ["Value", "STORED_AS", "FLOATS", "converted"]
 
 # numpy's dtype for the bytes of each dtype of safetensors; what numpy does not have lies in integers of its size.
-STORED_AS = {
+STORED_AS: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
