@@ -4,6 +4,7 @@ Of every configuration: OUT/NAME/each and OUT/NAME/fused, folders with experts o
 (as in the model), and OUT/NAME.npz with tokens, output and gradients of one block under the names of ``MoE``.
 """
 
+import json
 import sys
 import zlib
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hyper_parallel.huggingface.families import FAMILIES
 from tests.distributed.huggingface_families import CONFIGS, DIM, EP, LAYER, SIZES, TOKENS
 
 
@@ -44,6 +46,14 @@ def by_our_names(block):
     return {name: value.numpy() for name, value in found.items()}
 
 
+def defaults():
+    """What transformers takes for fields that a configuration leaves out, of those that our table has."""
+    return {
+        name: {field: getattr(AutoConfig.for_model(name), field) for field in family.defaults}
+        for name, family in FAMILIES.items()
+    }
+
+
 def write(name, out):
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     config = AutoConfig.for_model(name.split()[0], **{**SIZES, **CONFIGS[name]})
@@ -61,5 +71,7 @@ def write(name, out):
 
 
 if __name__ == "__main__":
+    out = Path(sys.argv[1])
     for name in CONFIGS:
-        write(name, Path(sys.argv[1]))
+        write(name, out)
+    (out / "defaults.json").write_text(json.dumps(defaults()))

@@ -2,11 +2,13 @@
 blocks compute, on ranks of both frameworks."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 
 import pytest
 
+from hyper_parallel.huggingface.families import FAMILIES
 from tests.conftest import REQUIRED
 from tests.distributed import huggingface_cases as cases
 from tests.distributed.huggingface_families import CONFIGS
@@ -66,3 +68,9 @@ def test_a_wrong_table_would_be_seen(torch_pool, folders, name, change):
 def test_other_dtypes(pool, folders):
     for same, changed in pool.run(cases.narrowed, folder=str(folders / "glm4_moe" / "each")):
         assert same and changed > 100
+
+
+def test_every_family_is_compared_and_has_the_defaults_of_transformers(folders):
+    assert {name.split()[0] for name in CONFIGS} == set(FAMILIES)
+    defaults = json.loads((folders / "defaults.json").read_text())
+    assert defaults == {name: dict(family.defaults) for name, family in FAMILIES.items()}
