@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.huggingface.families import FAMILIES
-from tests.distributed.huggingface_families import CONFIGS, DIM, EP, LAYER, SIZES, TOKENS
+from tests.distributed.huggingface_moe_configs import CONFIGS, DIM, EP, LAYER, SIZES, TOKENS
 
 
 def block_of(model):

@@ -12,7 +12,7 @@ import hyper_parallel as hp
 from hyper_parallel.checkpoint.rooms import room_of
 from hyper_parallel.huggingface import families, load_moe, moe_from_config
 from hyper_parallel.platform import get_platform
-from tests.distributed.huggingface_families import LAYER
+from tests.distributed.huggingface_moe_configs import LAYER
 from tests.harness import oracle
 from tests.harness.setting import coordinates, mesh_for, to_dtype, whole_mesh
 

@@ -10,8 +10,8 @@ import pytest
 
 from hyper_parallel.huggingface.families import FAMILIES
 from tests.conftest import REQUIRED
-from tests.distributed import huggingface_cases as cases
-from tests.distributed.huggingface_families import CONFIGS
+from tests.distributed import huggingface_moe_cases as cases
+from tests.distributed.huggingface_moe_configs import CONFIGS
 from tests.harness.parity import assert_close, worst
 
 LIMIT = 1e-5
@@ -25,7 +25,7 @@ def folders(tmp_path_factory):
             raise RuntimeError("transformers is not installed; it belongs to the extra [test]")
         pytest.skip("transformers is not installed")
     out = tmp_path_factory.mktemp("huggingface")
-    command = [sys.executable, "-m", "tests.distributed.huggingface_reference", str(out)]
+    command = [sys.executable, "-m", "tests.distributed.huggingface_moe_reference", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     return out
