@@ -100,6 +100,15 @@ class Platform(ABC):
     def sharded(self, module: Module) -> Any:
         """The ``sharded`` of an earlier ``wrap_forward``, or None."""
 
+    def packed_experts(self) -> Any:
+        """The verbs of experts with packed weights (``core.expert_parallel.packed``), or None where there are none:
+
+        ``shard(module, shapes, device_mesh, placements)`` lays the parameters out, ``placements`` by name;
+        ``wrap(module, sharded)`` is :meth:`wrap_forward`, whose ``local_forward(rows_RD, counts_L, scores_R)`` is the
+        experts of this rank. State dicts keep the names and shapes from before.
+        """
+        return None
+
     @abstractmethod
     def eagerly(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, which a compiler of the framework that traces the caller neither enters nor records.

@@ -6,6 +6,7 @@ from typing import Any
 from hyper_parallel.core.device_mesh import check_mesh
 from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_buffers, check_ready, experts_shapes
 from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, RowsExchange
+from hyper_parallel.core.expert_parallel.packed import PackedShapes, ShardedPacked, packed_shapes, placements_of
 from hyper_parallel.core.expert_parallel.sharded import Sharded, ShardedExperts
 from hyper_parallel.core.parallel_style import ParallelStyle
 from hyper_parallel.core.placement_types import Placement
@@ -32,7 +33,7 @@ class ExpertsStyle(ParallelStyle):
             )
         check_mesh(device_mesh, self.mesh_dim_names, style)
         check_ready(platform, module, style)
-        shapes = self._shapes(platform, module)
+        shapes = packed_shapes(platform, module, style) or self._shapes(platform, module)
         for axis, what in (("ep", "num_experts"), ("tp", "hidden_dim")):
             if axis not in self.mesh_dim_names:
                 continue
@@ -57,7 +58,8 @@ class ExpertsStyle(ParallelStyle):
         all experts, and gives complete outputs and gradients; see ``GroupedExperts`` for the shapes.
 
         Args:
-            module: a module with parameters w1, w3 [E, H, D] and w2 [E, D, H].
+            module: a module with parameters w1, w3 [E, H, D] and w2 [E, D, H]; on torch also Hugging Face's experts,
+                which are then called as before (docs/huggingface.md).
             device_mesh: a mesh with exactly the axes of ``mesh_dim_names``.
 
         Returns:
@@ -70,8 +72,13 @@ class ExpertsStyle(ParallelStyle):
         shapes, platform = self.validate(module, device_mesh), get_platform(module)
         sharded = self._bind(shapes, platform, device_mesh, type(module).__name__)
         # A class that cannot be subclassed says so here, before anything is changed.
-        put_on = platform.wrap_forward(module, sharded)
-        self._partition_fn("", module, device_mesh)
+        if isinstance(shapes, PackedShapes):
+            packed = platform.packed_experts()
+            put_on = packed.wrap(module, sharded)
+            packed.shard(module, shapes, device_mesh, placements_of(shapes, self.mesh_dim_names))
+        else:
+            put_on = platform.wrap_forward(module, sharded)
+            self._partition_fn("", module, device_mesh)
         put_on()
         return module
 
@@ -86,6 +93,9 @@ class ExpertsStyle(ParallelStyle):
         axes = {axis: self._axis(device_mesh, axis) for axis in ("ep", "tp")}
         shared = {axis: None if mesh is None or mesh.size() == 1 else mesh for axis, mesh in axes.items()}
         places = Places(platform, shapes.num_experts, shared["ep"], shared["tp"])
+        if isinstance(shapes, PackedShapes):
+            way = self.make_exchange(places)
+            return ShardedPacked(self, platform, name, shapes, device_mesh, axes["ep"], axes["tp"], way)
         exchange = None if self._replaces_bare_dispatch_only() else self.make_exchange(places)
         return ShardedExperts(self, platform, name, shapes, device_mesh, axes["ep"], axes["tp"], exchange)
 

@@ -6,6 +6,7 @@ Shape suffixes: T tokens, K experts per token, R rows of this rank's experts, D 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from hyper_parallel.core.expert_parallel.checks import check_tokens
@@ -14,7 +15,7 @@ from hyper_parallel.core.expert_parallel.sharded import Caller, ShardedExperts
 from hyper_parallel.core.types import Group, Module, Tensor
 from hyper_parallel.platform.platform import Platform
 
-__all__ = ["mixture_of_experts", "through_experts"]
+__all__ = ["Setting", "mixture_of_experts", "through_exchange", "through_experts"]
 
 # (rows_RD, counts_L, scores_R or None) -> rows: the experts of this rank on local rows.
 LocalExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -55,18 +56,16 @@ def through_experts(platform: Platform, moe: Any, x_TD: Tensor, scores_TK: Tenso
 def _routed(platform: Platform, moe: Any, sharded: Any, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor) -> Tensor:
     if isinstance(sharded, ShardedExperts):
         sharded.check_replicated(tokens=x_TD, scores=scores_TK)
-    setting = _Setting.of(platform, moe)
-    exchange, shared_experts = setting.exchange, moe.shared_experts
+    setting = Setting.of(platform, moe)
+    shared_experts = moe.shared_experts
     routing = Routing(*platform.sort_by_expert(selected_TK, moe.router.num_experts))
     learns = _router_learns(platform, moe.router)
     if learns:
         scores_TK = platform.count_in_backward(scores_TK, moe.tokens_per_expert, routing.counts_E)
 
     inputs_TD, scores_TK = setting.enter(x_TD), setting.enter(scores_TK, "scores")
-    arriving = exchange.start(routing.counts_E, inputs_TD, scores_TK)
-    inputs, trip = exchange.dispatch(inputs_TD, scores_TK, selected_TK, routing, arriving)
-    rows_RD = _scored_experts(platform, moe, setting.call, *inputs)
-    y_TD = exchange.combine(rows_RD, trip)
+    experts = partial(_scored_experts, platform, moe, setting.call)
+    y_TD = through_exchange(setting.exchange, experts, inputs_TD, scores_TK, selected_TK, routing)
     if not learns:  # No gradient may come to the scores; one comes here if anything behind is trained.
         y_TD = platform.count_in_backward(y_TD, moe.tokens_per_expert, routing.counts_E)
     has_sharded = shared_experts is not None and platform.sharded(shared_experts) is not None
@@ -94,6 +93,15 @@ def _gated(platform: Platform, y_TD: Tensor, gate_T: Tensor | None) -> Tensor:
     return y_TD if gate_T is None else platform.scale_rows(y_TD, gate_T)
 
 
+def through_exchange(
+    exchange: Exchange, experts: LocalExperts, x_TD: Tensor, scores_TK: Tensor, selected_TK: Tensor, routing: Routing
+) -> Tensor:
+    """Tokens to their experts, through them, and back: [T, D], still terms where the exchange does not sum over tp."""
+    arriving = exchange.start(routing.counts_E, x_TD, scores_TK)
+    inputs, trip = exchange.dispatch(x_TD, scores_TK, selected_TK, routing, arriving)
+    return exchange.combine(experts(*inputs), trip)
+
+
 def _router_learns(platform: Platform, router: Module) -> bool:
     """Whether a gradient is sure to come to the scores: some parameter of the router is trained."""
     modules = (module for _, module in platform.named_modules(router))
@@ -112,7 +120,7 @@ def _scored_experts(
 
 
 @dataclass(frozen=True)
-class _Setting:
+class Setting:
     """How the experts of one layer are reached.
 
     Attributes:
@@ -129,11 +137,11 @@ class _Setting:
     holds_shared_experts: bool = False
 
     @staticmethod
-    def of(platform: Platform, moe: Any) -> "_Setting":
+    def of(platform: Platform, moe: Any) -> "Setting":
         experts, sharded = moe.experts, platform.sharded(moe.experts)
         if not isinstance(sharded, ShardedExperts):
             exchange = RowsExchange(Places(platform, moe.router.num_experts, None, None))
-            return _Setting(platform, exchange, lambda rows, counts, scores: _called(experts, rows, counts, scores))
+            return Setting(platform, exchange, lambda rows, counts, scores: _called(experts, rows, counts, scores))
         if sharded.exchange is None:
             raise TypeError(
                 f"{sharded.name}: {sharded.label} replaces the dispatch of bare experts only; in a MoE layer tokens "
@@ -146,7 +154,7 @@ class _Setting:
         group = None if sharded.exchange.sums_over_tp else sharded.tp_group
         shared = None if moe.shared_experts is None else platform.sharded(moe.shared_experts)
         holds_shared = group is not None and shared is not None and shared.tp_group == group
-        return _Setting(platform, sharded.exchange, call, group, sharded.style.reduce_dtype, holds_shared)
+        return Setting(platform, sharded.exchange, call, group, sharded.style.reduce_dtype, holds_shared)
 
     def enter(self, x: Tensor, what: str = "tokens") -> Tensor:
         """Into the part of the layer whose values are terms of a sum over tp."""

@@ -7,17 +7,23 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor as dt
 from torch import nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offsets
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
     "ALL_TO_ALL",
+    "StridedShard",
     "all_to_all_single",
+    "as_dtensor_class",
     "children_of",
     "default_device",
     "default_time_limit",
     "gloo_options",
     "has_hooks",
     "is_compiled",
+    "local_shape_and_offsets",
     "never_compiled",
     "parameters_of",
     "profiled",
@@ -72,6 +78,11 @@ def has_hooks(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called, which ties the module's calls to this object."""
     return module._compiled_call_impl is not None
+
+
+def as_dtensor_class(cls: type, tensor: dt.DTensor) -> dt.DTensor:
+    """The same local tensor and layout as an object of a subclass of DTensor, without a gradient."""
+    return cls(tensor.to_local(), tensor._spec, requires_grad=False)
 
 
 def default_device() -> torch.device:

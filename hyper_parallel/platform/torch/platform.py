@@ -56,7 +56,12 @@ class TorchPlatform(Platform):
         return sharding.wrap_forward(module, sharded)
 
     def sharded(self, module):
-        return vars(module).get(sharding.SHARDED)
+        return sharding.sharded_of(module)
+
+    def packed_experts(self):
+        from hyper_parallel.platform.torch import packed
+
+        return packed
 
     @compat.never_compiled
     def eagerly(self, function, *args):

@@ -10,7 +10,16 @@ from torch import nn
 from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.torch import compat
 
-__all__ = ["call_on_twin", "local", "to_torch", "shard_parameter", "wrap_forward", "SHARDED"]
+__all__ = [
+    "call_on_twin",
+    "local",
+    "local_twin",
+    "to_torch",
+    "shard_parameter",
+    "sharded_of",
+    "wrap_forward",
+    "SHARDED",
+]
 
 SHARDED = "_hyper_parallel_sharded"
 
@@ -41,14 +50,17 @@ def local(parameter):
     return parameter.to_local() if isinstance(parameter, dt.DTensor) else parameter
 
 
-def wrap_forward(module, sharded):
+def wrap_forward(module, sharded, call=None, mixins=()):
     """Prepare a subclass of the module's class whose forward is ``sharded``, which is kept on the module; what comes
     back puts both on.
+
+    ``call(module, original, inputs, keywords)`` is its local forward, by default that of the class ``original``; what
+    the classes ``mixins`` have comes before what the original has.
 
     A class, unlike a forward put on the object, is shared by deep copies without tying them to the original, and by
     the layers of a model: code that was compiled for one of them serves all.
     """
-    wrapped = type(module) if SHARDED in vars(module) else _wrapped_class(type(module), sharded.label)
+    wrapped = type(module) if SHARDED in vars(module) else _wrapped_class(type(module), sharded.label, call, mixins)
 
     def put_on():
         module.__class__ = wrapped
@@ -57,21 +69,37 @@ def wrap_forward(module, sharded):
     return put_on
 
 
+def sharded_of(module):
+    """What ``wrap_forward`` put on the module, or None."""
+    return vars(module).get(SHARDED)
+
+
 @functools.cache
-def _wrapped_class(original, label):
+def _wrapped_class(original, label, call, mixins):
+    call = call or _call_with_local_parameters
+
     def forward(self, *inputs, **keywords):
         def local_forward(*local_inputs, **local_keywords):
-            # A module written for plain tensors so needs no change, and the module itself keeps its parameters, also
-            # for calls that overlap.
-            with _twin(self, original, local) as twin:
-                return original.forward(twin, *local_inputs, **local_keywords)
+            return call(self, original, local_inputs, local_keywords)
 
         return getattr(self, SHARDED)(self, local_forward, *inputs, **keywords)
 
     # Row counts are data: compiling this would compile again for every new routing.
     forward = compat.never_compiled(forward)
     body = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
-    return type(f"{label}{original.__name__}", (original,), body)
+    return type(f"{label}{original.__name__}", (*mixins, original), body)
+
+
+def _call_with_local_parameters(module, original, inputs, keywords):
+    # A module written for plain tensors so needs no change, and the module itself keeps its parameters, also for calls
+    # that overlap.
+    with _twin(module, original, local) as twin:
+        return original.forward(twin, *inputs, **keywords)
+
+
+def local_twin(module, cls):
+    """A module of class ``cls`` that shares everything with ``module``, but has the local parts of its parameters."""
+    return _made_twin(module, cls, local, [])
 
 
 def call_on_twin(module, method, values, inputs):
