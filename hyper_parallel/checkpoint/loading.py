@@ -1,5 +1,6 @@
 """Loading: every rank checks its share of the files, then reads the byte ranges of its own slices."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from hyper_parallel.checkpoint.manifest import check_files, read_manifest
 from hyper_parallel.checkpoint.progress import progress
 from hyper_parallel.checkpoint.rooms import room_of
 from hyper_parallel.checkpoint.tensor_files import num_bytes, read_box
-from hyper_parallel.checkpoint.values import STORED_AS
+from hyper_parallel.checkpoint.values import STORED_AS, Value, converted
 
-__all__ = ["load"]
+__all__ = ["load", "read_value"]
 
 
 def load(folder: str | Path, module: Any, optimizer: Any = None, *, random_state: bool = False) -> int | None:
@@ -135,7 +136,7 @@ def _read_all(folder, manifest, source, shown):
             for saved, values in parts:
                 for name, value in values.items():
                     array = np.empty(value.local_shape, STORED_AS[value.dtype])
-                    num_read += _read_value(folder, streams, saved[name]["pieces"], value, array)
+                    num_read += read_value(folder, streams, saved[name]["pieces"], value, array)
                     value.write(array)
                     advance(array.nbytes)
         source["commit"]()
@@ -145,7 +146,20 @@ def _read_all(folder, manifest, source, shown):
     return num_read
 
 
-def _read_value(folder, streams, saved_pieces, value, array):
+def read_value(
+    folder: Path, streams: dict[str, Any], saved_pieces: Sequence[Mapping[str, Any]], value: Value, array: np.ndarray
+) -> int:
+    """Fill this rank's part of a value from the byte ranges of files that hold it.
+
+    Args:
+        streams: open files by name; those that are missing are opened, and the caller closes all.
+        saved_pieces: boxes of the whole tensor as a manifest has them. One may begin before the tensor and end behind
+            it: the tensor is then a part of what is stored. With a "dtype" of its own a piece is converted.
+        array: of the part's shape and storage dtype.
+
+    Returns:
+        Number of bytes read.
+    """
     num_read = 0
     for piece in value.pieces:
         for saved in saved_pieces:
@@ -162,9 +176,12 @@ def _read_value(folder, streams, saved_pieces, value, array):
             )
             lower = [offset - start for offset, start in zip(offsets, saved["offsets"])]
             # A scalar has no dims to slice; as one of a single element it can be filled like the others.
-            out = array[inside] if inside else array.reshape(1)
-            if inside:
-                num_read += read_box(stream, saved["start"], saved["shape"], lower, out)
+            out, whole, lower = (array[inside], saved["shape"], lower) if inside else (array.reshape(1), (1,), (0,))
+            dtype = saved.get("dtype", value.dtype)
+            if dtype == value.dtype:
+                num_read += read_box(stream, saved["start"], whole, lower, out)
             else:
-                num_read += read_box(stream, saved["start"], (1,), (0,), out)
+                stored = np.empty(out.shape, STORED_AS[dtype])
+                num_read += read_box(stream, saved["start"], whole, lower, stored)
+                out[...] = converted(stored, dtype, value.dtype)
     return num_read

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hyper_parallel.checkpoint.agreement import CheckpointError
 from hyper_parallel.checkpoint.values import STORED_AS
 
-__all__ = ["Slice", "num_bytes", "write_file", "read_box", "checksum"]
+__all__ = ["Slice", "Stored", "num_bytes", "write_file", "read_header", "read_box", "checksum"]
 
 CHUNK = 1 << 20
 # Runs of bytes shorter than this are read in one go with what lies between them: one long read beats many short ones.
@@ -36,6 +37,15 @@ class Slice:
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     values: Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file; ``start`` is the position of its first byte, and ``dtype`` what the header calls it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
 
 
 def num_bytes(dtype: str, shape: Sequence[int]) -> int:
@@ -85,6 +95,29 @@ def _header(slices):
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, position, starts
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """Where each tensor of a file lies. Raises CheckpointError for a file that is truncated, or no such file."""
+    size = path.stat().st_size
+    with open(path, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(f"{path} is truncated, or no safetensors file: it has {size} bytes")
+        text = stream.read(length)
+    try:
+        described = json.loads(text)
+        described.pop("__metadata__", None)
+        found = {
+            name: (Stored(item["dtype"], tuple(item["shape"]), 8 + length + item["data_offsets"][0]), item)
+            for name, item in described.items()
+        }
+        end = max((8 + length + item["data_offsets"][1] for _, item in found.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no safetensors file: {error!r}") from error
+    if end > size:
+        raise CheckpointError(f"{path} is truncated: it has {size} of {end} bytes")
+    return {name: stored for name, (stored, _) in found.items()}
 
 
 def read_box(stream, start: int, shape: Sequence[int], lower: Sequence[int], out: np.ndarray) -> int:

@@ -7,10 +7,10 @@ import numpy as np
 
 from hyper_parallel.checkpoint.layout import Piece
 
-__all__ = ["Value", "STORED_AS"]
+__all__ = ["Value", "STORED_AS", "FLOATS", "converted"]
 
 # numpy's dtype for the bytes of each dtype of safetensors; what numpy does not have lies in integers of its size.
-STORED_AS = {
+STORED_AS: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -27,6 +27,30 @@ STORED_AS = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
+
+
+# Dtypes that are numbers by themselves; an 8-bit one needs scales that lie elsewhere.
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def converted(array: np.ndarray, dtype: str, to: str) -> np.ndarray:
+    """The values of an array in the storage dtype of ``dtype``, in that of ``to``; both of ``FLOATS``.
+
+    Rounds to nearest, ties to even, as the frameworks do; float64 becomes bfloat16 by way of float32.
+
+    Raises:
+        FloatingPointError: a finite value that is too large for float16 or float32.
+    """
+    if dtype == to:
+        return array
+    values = (array.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else array
+    with np.errstate(over="raise", under="ignore", invalid="ignore"):
+        if to != "BF16":
+            return values.astype(STORED_AS[to])
+        values = values.astype(np.float32)
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(STORED_AS["BF16"])
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyper_parallel.plan.model import Attention, Model, grouped_attention, latent_attention
 
-__all__ = ["ConfigError", "read_config"]
+__all__ = ["ConfigError", "LayerSizes", "read_config", "read_fields", "read_layer_sizes"]
 
 
 class ConfigError(ValueError):
@@ -64,48 +64,88 @@ SIZES = re.compile(
 )
 
 
-def read_config(config: str | Path | Mapping[str, Any]) -> Model:
+def read_config(config: str | Path | Mapping[str, Any] | Any) -> Model:
     """The model that a Hugging Face configuration describes.
 
     Args:
-        config: the path of a ``config.json``, a directory that holds one, or its content.
+        config: the path of a ``config.json``, a directory that holds one, or its content; see ``read_fields``.
 
     Raises:
         ConfigError: fields that are missing, that contradict each other, or that change sizes in a way not known here;
             it names them.
     """
-    fields = dict(config) if isinstance(config, Mapping) else _load(Path(config))
-    if isinstance(fields.get("text_config"), Mapping):
-        fields = {**fields["text_config"]}
+    fields = read_fields(config)
     family = fields.get("model_type", "")
     _refuse_unknown(fields, family)
-    dim, num_layers = _need(fields, "dim"), _need(fields, "num_layers")
-    is_moe = _moe_layers(fields, num_layers)
-    num_experts, hidden_dim = _need(fields, "num_experts"), _need(fields, "hidden_dim")
-    shared, shared_gate = _shared(fields, dim, hidden_dim)
+    num_layers, layer = _need(fields, "num_layers"), read_layer_sizes(fields)
+    dim, is_moe = layer.dim, _moe_layers(fields, num_layers)
     of_norm = 2 * dim if family in LAYER_NORM_WITH_BIAS else dim
     biased_experts = family == "gpt_oss"
     return Model(
         name=str(fields.get("_name_or_path") or family or "model"),
         dim=dim,
-        hidden_dim=hidden_dim,
-        num_experts=num_experts,
-        top_k=_need(fields, "top_k"),
+        hidden_dim=layer.hidden_dim,
+        num_experts=layer.num_experts,
+        top_k=layer.top_k,
         num_moe_layers=sum(is_moe),
         num_dense_layers=num_layers - sum(is_moe),
         attention=_attention(fields, dim),
         vocab_size=_plain(fields, "vocab_size"),
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        shared_hidden_dim=shared,
-        shared_gate=shared_gate,
+        shared_hidden_dim=layer.shared_hidden_dim,
+        shared_gate=dim if layer.shared_gate else 0,
         dense_hidden_dim=0 if all(is_moe) else _plain(fields, "intermediate_size"),
-        router_numbers=num_experts * (dim + biased_experts),
-        expert_numbers=2 * hidden_dim if biased_experts else 0,
+        router_numbers=layer.num_experts * (dim + biased_experts),
+        expert_numbers=2 * layer.hidden_dim if biased_experts else 0,
         whole_expert_numbers=dim if biased_experts else 0,
         layer_norms=2 * of_norm,
         final_norms=of_norm,
         head_numbers=fields["vocab_size"] if fields.get("lm_head_bias") else 0,
         notes=_notes(fields, family),
+    )
+
+
+def read_fields(config: str | Path | Mapping[str, Any] | Any) -> dict[str, Any]:
+    """The fields of a language model's configuration.
+
+    Args:
+        config: the path of a ``config.json``, a directory that holds one, its content, or an object with ``to_dict``,
+            as transformers' configurations are. Of a model of several kinds of input, its ``text_config`` counts.
+    """
+    if isinstance(config, str | Path):
+        fields = _load(Path(config))
+    else:
+        fields = dict(config if isinstance(config, Mapping) else config.to_dict())
+    return {**fields["text_config"]} if isinstance(fields.get("text_config"), Mapping) else fields
+
+
+class LayerSizes(NamedTuple):
+    """Sizes of one MoE layer.
+
+    Attributes:
+        hidden_dim: of one routed expert. shared_hidden_dim: of the shared experts together, 0 for none.
+        shared_gate: a gate multiplies the shared experts' output.
+    """
+
+    dim: int
+    hidden_dim: int
+    num_experts: int
+    top_k: int
+    shared_hidden_dim: int
+    shared_gate: bool
+
+
+def read_layer_sizes(fields: Mapping[str, Any]) -> LayerSizes:
+    """Sizes of the MoE layers of a configuration. Raises ConfigError for sizes that are missing, by their names."""
+    hidden_dim, own_size = _need(fields, "hidden_dim"), fields.get("shared_expert_intermediate_size")
+    number = next((fields[name] for name in NAMES["num_shared"] if fields.get(name)), 0)
+    return LayerSizes(
+        dim=_need(fields, "dim"),
+        hidden_dim=hidden_dim,
+        num_experts=_need(fields, "num_experts"),
+        top_k=_need(fields, "top_k"),
+        shared_hidden_dim=own_size or number * hidden_dim,
+        shared_gate=bool(own_size),
     )
 
 
@@ -166,15 +206,6 @@ def _moe_layers(fields: Mapping[str, Any], num_layers: int) -> list[bool]:
         first <= i <= last and i % every == 0 and (i + 1) % step == 0 and (i + 1) % interval == 0 and i not in dense
         for i in range(num_layers)
     ]
-
-
-def _shared(fields: Mapping[str, Any], dim: int, hidden_dim: int) -> tuple[int, int]:
-    """Hidden size of the shared experts together, and parameters of their gate."""
-    own_size = fields.get("shared_expert_intermediate_size")
-    if own_size:
-        return own_size, dim
-    number = next((fields[name] for name in NAMES["num_shared"] if fields.get(name)), 0)
-    return number * hidden_dim, 0
 
 
 def _attention(fields: Mapping[str, Any], dim: int) -> Attention:

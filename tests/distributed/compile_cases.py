@@ -19,7 +19,7 @@ class Block(torch.nn.Module):
     def __init__(self, **arguments):
         super().__init__()
         self.norm, self.linear = torch.nn.LayerNorm(DIM), torch.nn.Linear(DIM, DIM)
-        self.moe = hp.MoE(DIM, 12, 4, 2, num_shared_experts=1, **arguments)
+        self.moe = hp.MoE(DIM, 12, 4, 2, num_shared_experts=1, shared_gate=True, **arguments)
 
     def forward(self, x):
         return x + self.moe(self.norm(torch.tanh(self.linear(x))))

@@ -36,7 +36,7 @@ def test_examples_are_found():
 
 
 def _only_the_scheduler_failed(platform, output):
-    """On a busy machine MindSpore's scheduler may miss that ranks have left after their work, and count them as lost."""
+    """MindSpore's scheduler may miss that ranks have left after their work, and count them as lost."""
     logs = output.split("\n--- worker_")[1:]
     return platform == "mindspore" and "timed out node" in output and sum(AT_THE_END in log for log in logs) == 4
 

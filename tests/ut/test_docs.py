@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hyper_parallel
+from hyper_parallel import huggingface
 from hyper_parallel.platform.platform import Platform
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,8 +111,18 @@ def test_python_blocks_compile_and_import_public_names(document):
 
 def test_the_reference_has_every_public_name():
     reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    listed = {heading or path.split(".")[-1] for path, heading in re.findall(REFERENCE_ENTRY, reference, re.M)}
-    assert listed == set(hyper_parallel.__all__)
+    entries = re.findall(REFERENCE_ENTRY, reference, re.M)
+    of_package = {path.split(".")[1] for path, _ in entries if path.startswith("huggingface.")}
+    listed = {heading or path.split(".")[-1] for path, heading in entries}
+    assert of_package == set(huggingface.__all__)
+    assert listed == set(hyper_parallel.__all__) | of_package
+
+
+def test_the_page_on_hugging_face_weights_lists_every_family():
+    page = (ROOT / "docs" / "huggingface_moe.md").read_text(encoding="utf-8")
+    table = page.split("| `model_type` |")[1].split("\n\n")[0]
+    lines = [line.split("|")[1] for line in table.splitlines()[2:]]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(lines))) == sorted(huggingface.families.FAMILIES)
 
 
 def test_the_site_shows_every_page_of_docs():

@@ -103,6 +103,7 @@ class RouterBase:
         route_scale: float = 1.0,
         num_expert_groups: int | None = None,
         num_limited_groups: int | None = None,
+        group_score_top_k: int = 2,
     ) -> None:
         """
         Args:
@@ -111,17 +112,19 @@ class RouterBase:
             route_norm: divide a token's K scores by their sum.
             route_scale: factor for the scores.
             num_expert_groups: cut the experts into this many groups, of which a token
-            num_limited_groups: may use this many: those whose two best experts score highest together.
+            num_limited_groups: may use this many: those whose
+            group_score_top_k: best experts score highest together.
 
         Raises:
             ValueError: sizes or names that no router can have.
         """
         super().__init__()
-        check_router(num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
+        check_router(num_experts, top_k, score_func, num_expert_groups, num_limited_groups, group_score_top_k)
         self.gate = self._linear(dim, num_experts)
         self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
         self.score_func, self.route_norm, self.route_scale = score_func, route_norm, route_scale
         self.num_expert_groups, self.num_limited_groups = num_expert_groups, num_limited_groups
+        self.group_score_top_k = group_score_top_k
 
     def run(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``x`` [T, D] -> scores [T, K] (fp32 or wider) and the experts' ids [T, K].
@@ -165,6 +168,7 @@ class MoEBase:
         top_k: int,
         *,
         num_shared_experts: int = 0,
+        shared_gate: bool = False,
         score_position: str = "inside",
         bias_update_rate: float | None = None,
         score_func: str = "softmax",
@@ -172,15 +176,18 @@ class MoEBase:
         route_scale: float = 1.0,
         num_expert_groups: int | None = None,
         num_limited_groups: int | None = None,
+        group_score_top_k: int = 2,
     ) -> None:
         """
         Args:
             dim: D. hidden_dim: H of one expert. num_experts: E. top_k: experts per token.
             num_shared_experts: size of the shared expert, in units of hidden_dim; 0 for none.
+            shared_gate: multiply a token's shared output by ``sigmoid`` of a linear gate (D -> 1), as Qwen2-MoE does.
             score_position: scores multiply rows "inside" the experts (before w2; no memory of its own), "before" or
                 "after" them. Inside and after mean the same, apart from rounding.
             bias_update_rate: step of the expert bias, see :meth:`update_expert_bias`; None for no bias.
-            score_func, route_norm, route_scale, num_expert_groups, num_limited_groups: of ``TokenChoiceTopKRouter``.
+            score_func, route_norm, route_scale, num_expert_groups, num_limited_groups, group_score_top_k: of
+                ``TokenChoiceTopKRouter``.
 
         Raises:
             ValueError: sizes or names that no layer can have.
@@ -188,11 +195,14 @@ class MoEBase:
         super().__init__()
         if score_position not in ("before", "inside", "after"):
             raise ValueError(f'score_position must be "before", "inside" or "after", got {score_position!r}')
-        groups = num_expert_groups, num_limited_groups
+        if shared_gate and not num_shared_experts:
+            raise ValueError("shared_gate=True needs a shared expert; give num_shared_experts")
+        groups = num_expert_groups, num_limited_groups, group_score_top_k
         self.router = self.router_class(dim, num_experts, top_k, score_func, route_norm, route_scale, *groups)
         self.experts = self.experts_class(dim, hidden_dim, num_experts)
         shared_dim = hidden_dim * num_shared_experts
         self.shared_experts = self.feed_forward_class(dim, shared_dim) if num_shared_experts else None
+        self.shared_gate = self._linear(dim, 1) if shared_gate else None
         self.score_position, self.bias_update_rate = score_position, bias_update_rate
         self._make_buffers(num_experts)
 
@@ -217,6 +227,10 @@ class MoEBase:
         if self.expert_bias is None:
             raise ValueError("this layer has no expert bias; construct it with bias_update_rate")
         load.update_expert_bias(self.platform, self, device_mesh)
+
+    def _linear(self, in_features: int, out_features: int) -> Any:
+        """A linear layer without bias."""
+        raise NotImplementedError
 
     def _make_buffers(self, num_experts: int) -> None:
         """Make ``tokens_per_expert`` (zeros, no part of a checkpoint where the framework can say so), and

@@ -26,8 +26,8 @@ def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
     """A MoE layer: route, run the chosen experts, sum their scored outputs, add the shared expert.
 
     Args:
-        moe: has ``router``, ``experts``, ``shared_experts`` (or None), ``score_position``, ``expert_bias`` (or None)
-            and ``tokens_per_expert``.
+        moe: has ``router``, ``experts``, ``shared_experts`` (or None), ``shared_gate`` (or None), ``score_position``,
+            ``expert_bias`` (or None) and ``tokens_per_expert``.
         x: [..., D]. With tensor-parallel experts all tp ranks hold the same x.
 
     Returns:
@@ -40,10 +40,12 @@ def mixture_of_experts(platform: Platform, moe: Any, x: Tensor) -> Tensor:
     scores_TK, selected_TK = moe.router(x_TD, moe.expert_bias)
     # How many rows go where is data: a compiler that traced this would trace again for every new routing.
     has_sharded = moe.shared_experts is not None and platform.sharded(moe.shared_experts) is not None
-    parts = ("experts", "shared_experts") if has_sharded else ("experts",)
+    parts = ["experts"]
+    if has_sharded:
+        parts += ["shared_experts"] if _gate_of(moe) is None else ["shared_experts", "shared_gate"]
     y_TD = platform.as_operator(moe, "after_routing", parts, x_TD, scores_TK, selected_TK)
     if moe.shared_experts is not None and not has_sharded:
-        y_TD = y_TD + moe.shared_experts(x_TD)
+        y_TD = y_TD + _gated(platform, moe.shared_experts(x_TD), _gate_values(platform, moe, x_TD))
     return y_TD if len(x.shape) == 2 else y_TD.reshape(tuple(x.shape))
 
 
@@ -53,11 +55,15 @@ def through_experts(platform: Platform, moe: Any, x_TD: Tensor, scores_TK: Tenso
         setting, shared_experts = Setting.of(platform, moe), moe.shared_experts
         inputs_TD = setting.enter(x_TD)
         y_TD = _routed(platform, moe, setting, inputs_TD, scores_TK, selected_TK)
+        has_sharded = shared_experts is not None and platform.sharded(shared_experts) is not None
+        gate_T = _gate_values(platform, moe, x_TD) if has_sharded else None
         if setting.holds_shared_experts:
-            y_TD = y_TD + shared_experts(inputs_TD, Caller.MOE_LAYER)
+            entered_T = None if gate_T is None else setting.enter(gate_T, "shared gate")
+            y_TD = y_TD + _gated(platform, shared_experts(inputs_TD, Caller.MOE_LAYER), entered_T)
         y_TD = setting.leave(y_TD)
-        has_own_sum = shared_experts is not None and platform.sharded(shared_experts) is not None
-        return y_TD + shared_experts(x_TD) if has_own_sum and not setting.holds_shared_experts else y_TD
+        if has_sharded and not setting.holds_shared_experts:  # it has a sum of its own
+            y_TD = y_TD + _gated(platform, shared_experts(x_TD), gate_T)
+        return y_TD
 
 
 def _cut_over_tp(platform: Platform, moe: Any, layout: TokenLayout, x: Any) -> Any:
@@ -76,11 +82,15 @@ def _cut_over_tp(platform: Platform, moe: Any, layout: TokenLayout, x: Any) -> A
         takes_share = tokens.own_SD is not None and setting.exchange.takes_shares and layout.wanted.is_shard()
         y_TD = _routed(platform, moe, setting, inputs_TD, scores_TK, selected_TK, tokens if takes_share else None)
         terms, complete, own = (y_TD if kind else None for kind in (sums, not sums and not takes_share, takes_share))
+        gate_T = None if shared_experts is None else _gate_values(platform, moe, tokens.complete_TD)
         if holds_shared:
-            y_TD = shared_experts(tokens.terms_TD, Caller.MOE_LAYER)
+            if gate_T is not None:
+                name = f"moe: sum of the shared gate's gradient over {layout.axis}"
+                gate_T = platform.copy_to_group(gate_T, layout.mesh.get_group(), name)
+            y_TD = _gated(platform, shared_experts(tokens.terms_TD, Caller.MOE_LAYER), gate_T)
             terms = y_TD if terms is None else terms + y_TD
         elif shared_experts is not None:
-            y_TD = shared_experts(tokens.complete_TD)
+            y_TD = _gated(platform, shared_experts(tokens.complete_TD), gate_T)
             complete = y_TD if complete is None else complete + y_TD
         return layout.leave(tokens, terms, complete, own, dtype)
 
@@ -149,6 +159,20 @@ def _routed(
     if not learns:  # No gradient may come to the scores; one comes here if anything behind is trained.
         y_TD = platform.count_in_backward(y_TD, moe.tokens_per_expert, routing.counts_E)
     return y_TD
+
+
+def _gate_of(moe: Any) -> Any:
+    return getattr(moe, "shared_gate", None)  # layers of other makers have none
+
+
+def _gate_values(platform: Platform, moe: Any, x_TD: Tensor) -> Tensor | None:
+    """What each token's shared output is multiplied by: [T], or None for a layer without a gate."""
+    gate = _gate_of(moe)
+    return None if gate is None else platform.probabilities(gate(x_TD), "sigmoid").reshape((x_TD.shape[0],))
+
+
+def _gated(platform: Platform, y_TD: Tensor, gate_T: Tensor | None) -> Tensor:
+    return y_TD if gate_T is None else platform.scale_rows(y_TD, gate_T)
 
 
 def through_exchange(

@@ -85,6 +85,9 @@ class MoE(MoEBase, nn.Cell):
 
     construct.__doc__ = MoEBase.run.__doc__
 
+    def _linear(self, in_features: int, out_features: int) -> _Linear:
+        return _Linear(in_features, out_features)
+
     def _make_buffers(self, num_experts: int) -> None:
         self.tokens_per_expert = _buffer("tokens_per_expert", num_experts, ms.int64)
         self.expert_bias = None if self.bias_update_rate is None else _buffer("expert_bias", num_experts, ms.float32)

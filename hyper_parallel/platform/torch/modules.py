@@ -100,6 +100,9 @@ class MoE(MoEBase, nn.Module):
         super().__setstate__(state)
         self.handle = operators.handle_for(self)
 
+    def _linear(self, in_features: int, out_features: int) -> nn.Linear:
+        return nn.Linear(in_features, out_features, bias=False)
+
     def _make_buffers(self, num_experts: int) -> None:
         self.handle = operators.handle_for(self)
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
