@@ -53,7 +53,8 @@ def cut(context, layer, style, ep, tp, shared, dim=0, **layouts):
 def with_every_style(context, ep, tp, inputs, breaks=(), styles=STYLES, layouts=None):
     """Errors of each style."""
     shape, _, shared = INPUTS[inputs]
-    one = make_layer(context, 2, num_shared_experts=int(shared is not None), score_func="sigmoid", route_norm=True)
+    more = {"num_shared_experts": 1, "shared_gate": True} if shared else {}
+    one = make_layer(context, 2, **more, score_func="sigmoid", route_norm=True)
     whole = evaluate(context, copy.deepcopy(one), np.stack([tokens_of(rank, shape) for rank in range(ep)]))
     return {
         style: _errors(context, copy.deepcopy(one), whole, style, ep, tp, inputs, breaks, layouts or {})
