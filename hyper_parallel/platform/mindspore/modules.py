@@ -85,7 +85,8 @@ class MoE(MoEBase, nn.Cell):
 
     construct.__doc__ = MoEBase.run.__doc__
 
-    def _linear(self, in_features: int, out_features: int) -> _Linear:
+    # Mixed precision of level O1 copies this class to a file of its own, where signatures must not need `_Linear`.
+    def _linear(self, in_features: int, out_features: int) -> nn.Dense:
         return _Linear(in_features, out_features)
 
     def _make_buffers(self, num_experts: int) -> None:
