@@ -171,11 +171,11 @@ pool.run(test_pool.stay_away, rank=0)
         time.sleep(0.5)  # Long enough for rank 1 to wait in the collective.
         assert len(pids) >= 2 and all(is_running(pid) for pid in pids)
         parent.send_signal(sent)
-        parent.wait(timeout=120)
+        parent.wait(timeout=20)
         assert_gone(pids)
     finally:
         parent.kill()
-        parent.wait(timeout=120)
+        parent.wait(timeout=20)
 
 
 def test_a_failing_start_shows_why(platform, tmp_path, monkeypatch):
