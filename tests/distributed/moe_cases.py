@@ -11,6 +11,7 @@ import numpy as np
 import hyper_parallel as hp
 from hyper_parallel.core.expert_parallel.exchange import rows
 from hyper_parallel.platform import get_platform
+from tests.distributed.error_cases import raised
 from tests.harness import moe_oracle as oracle
 from tests.harness.recording import recorded
 from tests.harness.setting import (
@@ -341,11 +342,7 @@ def errors(context, problem):
     found = {}
 
     def attempt(name, function):
-        try:
-            function()
-            found[name] = None
-        except Exception as error:
-            found[name] = type(error).__name__, str(error)
+        found[name] = raised(function)
 
     for name, keywords in router.items():
         attempt(f"router {name}", lambda keywords=keywords: hp.TokenChoiceTopKRouter(6, 8, **keywords))

@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 
 import hyper_parallel as hp
+from tests.distributed.error_cases import raised
 from tests.distributed.variant_cases import DIM, evaluate, make_layer, part, sum_over_ep
 from tests.harness import oracle
 from tests.harness.recording import recorded
@@ -218,11 +219,7 @@ def refusals(context):
     mesh, rank = whole_mesh(context.platform, context.world_size, 2, 2), context.rank
 
     def attempt(name, function):
-        try:
-            function()
-            found[name] = None
-        except Exception as error:
-            found[name] = type(error).__name__, str(error)
+        found[name] = raised(function)
 
     def layer(style="ExpertTensorParallel", **layouts):
         return cut(context, make_layer(context, 2), style, 2, 2, None, **layouts)

@@ -21,12 +21,16 @@ __all__ = [
     "check_inputs",
     "check_features",
     "check_output",
+    "check_plain",
     "check_tokens",
     "check_counts",
     "product",
 ]
 
 WEIGHTS = ("w1", "w2", "w3")
+LOCAL_TENSOR = (
+    "pass the local tensor of a DTensor, x.to_local(), or have torch's PrepareModuleInput do so (use_local_output=True)"
+)
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ def check_buffers(platform: Platform, module: Module, shapes: ExpertShapes, axes
 
 def check_tokens(platform: Platform, moe: Any, x: Tensor) -> None:
     """Raise unless ``x`` is a plain tensor [..., D] for the router of a MoE layer."""
-    _check_plain(platform, x)
+    check_plain(platform, "x", x, LOCAL_TENSOR)
     dim = getattr(moe.router, "dim", x.shape[-1] if len(x.shape) else None)  # a router of the user's need not have it
     if len(x.shape) < 2 or x.shape[-1] != dim:
         raise ValueError(f"x must have shape [..., {dim}], of two dims or more, got {tuple(x.shape)}")
@@ -168,17 +172,15 @@ def check_tokens(platform: Platform, moe: Any, x: Tensor) -> None:
 
 def check_features(platform: Platform, x: Tensor, dim: int) -> None:
     """Raise unless ``x`` is a plain tensor [..., D] for a dense module."""
-    _check_plain(platform, x)
+    check_plain(platform, "x", x, LOCAL_TENSOR)
     if not len(x.shape) or x.shape[-1] != dim:
         raise ValueError(f"x must have shape [..., {dim}], got {tuple(x.shape)}")
 
 
-def _check_plain(platform: Platform, x: Tensor) -> None:
-    if not platform.is_tensor(x):
-        raise TypeError(
-            f"x must be a plain {platform.name} tensor, got {_kind(x)}; pass the local tensor of a DTensor, "
-            "x.to_local(), or have torch's PrepareModuleInput do so (use_local_output=True)"
-        )
+def check_plain(platform: Platform, name: str, value: Any, remedy: str) -> None:
+    """Raise ``TypeError``, with what to do, unless the input ``name`` is a tensor that holds its own data."""
+    if not platform.is_tensor(value):
+        raise TypeError(f"{name} must be a plain {platform.name} tensor, got {_kind(value)}; {remedy}")
 
 
 def product(platform: Platform, linear: Any, x: Tensor) -> Tensor:
@@ -220,11 +222,9 @@ def check_inputs(
         the counts, int64 and known to the host where they could be read: nobody needs to read them again.
     """
     for name, value in (("x", x_RD), ("num_tokens_per_expert", num_tokens_per_expert_E), ("scores", scores_R)):
-        if not platform.is_tensor(value) and not (name == "scores" and value is None):
-            raise TypeError(
-                f"{name} must be a plain {platform.name} tensor, got {_kind(value)}; pass the local tensor of a "
-                "DTensor, a dense tensor, a tensor instead of a list"
-            )
+        if name != "scores" or value is not None:
+            remedy = "pass the local tensor of a DTensor, a dense tensor, a tensor instead of a list"
+            check_plain(platform, name, value, remedy)
     if platform.same_device(x_RD, x_RD) and not platform.same_device(num_tokens_per_expert_E, num_tokens_per_expert_E):
         raise ValueError("num_tokens_per_expert is on meta and has no numbers; give it the device of x, or the host")
     if len(x_RD.shape) != 2 or x_RD.shape[1] != shapes.dim:

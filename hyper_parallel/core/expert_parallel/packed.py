@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.core.expert_parallel.checks import ExpertShapes
+from hyper_parallel.core.expert_parallel.checks import ExpertShapes, check_plain
 from hyper_parallel.core.expert_parallel.exchange import Exchange, Routing
 from hyper_parallel.core.expert_parallel.moe import Setting, through_exchange
 from hyper_parallel.core.expert_parallel.sharded import Sharded
@@ -187,9 +187,7 @@ class ShardedPacked(Sharded):
         if set(given) != set(names) or len(inputs) + len(keywords) != len(names):
             raise TypeError(f"expected the inputs {names}, got {len(inputs)} and the keywords {sorted(keywords)}")
         for name, value in given.items():
-            if not self.platform.is_tensor(value):
-                kind = f"{type(value).__module__}.{type(value).__qualname__}"
-                raise TypeError(f"{name} must be a plain {self.platform.name} tensor, got {kind}; pass x.to_local()")
+            check_plain(self.platform, name, value, "pass x.to_local()")
         x, ids, scores = (given[name] for name in names)
         if len(x.shape) != 2 or x.shape[1] != self.shapes.dim:
             raise ValueError(f"{names[0]} must have shape [tokens, {self.shapes.dim}], got {tuple(x.shape)}")

@@ -200,18 +200,13 @@ class ShardedExperts(Sharded):
 
     def check_laid_out(self, mod: Module) -> None:
         """Raise ``RuntimeError`` where somebody put a whole weight in the place of a shard."""
-        sizes = self.shapes
-        whole = {
-            "w1": (sizes.num_experts, sizes.hidden_dim, sizes.dim),
-            "w2": (sizes.num_experts, sizes.dim, sizes.hidden_dim),
-            "w3": (sizes.num_experts, sizes.hidden_dim, sizes.dim),
-        }
-        own = self.platform.parameters(mod)
-        for name, shape in whole.items():
+        if self.device_mesh.size() == 1:
+            return
+        sizes, own = self.shapes, self.platform.parameters(mod)
+        wide = sizes.num_experts, sizes.hidden_dim, sizes.dim
+        for name, shape in {"w1": wide, "w2": (sizes.num_experts, sizes.dim, sizes.hidden_dim), "w3": wide}.items():
             weight = own.get(name)
-            if weight is None or self.platform.is_sharded(weight) or tuple(weight.shape) != shape:
-                continue
-            if self.device_mesh.size() > 1:
+            if weight is not None and not self.platform.is_sharded(weight) and tuple(weight.shape) == shape:
                 raise RuntimeError(
                     f"{name} is no longer laid out over the mesh: a whole weight {shape} was put in its place; load "
                     "whole weights before the style is applied, or through what distributes them (torch: "
