@@ -154,7 +154,9 @@ def test_ranks_end_with_their_parent_even_in_a_collective(platform, sent, tmp_pa
             sys.executable,
             "-c",
             f"""
+import signal
 from tests.harness import test_pool
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do its children
 pool = test_pool.RankPool({platform!r}, 2, collective_limit_s=100)
 test_pool.assert_works(pool)
 print(*pool.process_ids, flush=True)
