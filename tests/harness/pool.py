@@ -29,6 +29,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.harness.zygote import ForkedProcess, Zygote
+
 ROOT = Path(__file__).resolve().parents[2]
 # After the first rank has failed the others often wait for it in a collective, and will not answer in time either.
 GRACE_AFTER_FAILURE_S = 5.0
@@ -67,7 +69,7 @@ _CHANNEL_CLOSED = RankError(message="closed its channel")
 class _Process:
     """One child, leader of a process group of its own, with the channel to it and the log of what it prints."""
 
-    handle: subprocess.Popen
+    handle: subprocess.Popen | ForkedProcess
     connection: Connection
     log: Path
     log_start: int = 0
@@ -90,13 +92,21 @@ class _Process:
 
 class RankPool:
     """`world_size` ranks of one platform, started by the first `run`: "torch" (gloo), "torch_npu" (hccl) or "mindspore"
-    (its CPU backend)."""
+    (its CPU backend). They have joined each other, or find what they need to do so in their environment."""
 
-    def __init__(self, platform: str, world_size: int, start_limit_s: float = 120, collective_limit_s: int = 30):
+    def __init__(
+        self,
+        platform: str,
+        world_size: int,
+        start_limit_s: float = 120,
+        collective_limit_s: int = 30,
+        joined: bool = True,
+    ):
         self.platform = platform
         self.world_size = world_size
         self._start_limit_s = start_limit_s
         self._collective_limit_s = collective_limit_s
+        self._role = "rank" if joined else "rank alone"
         self._ranks: list[_Process] = []
         self._scheduler: _Process | None = None
         self._logs = Path(tempfile.mkdtemp(prefix="rank_pool_"))
@@ -174,18 +184,21 @@ class RankPool:
         ours, theirs = multiprocessing.Pipe()
         log = self._logs / f"{name}.log"
         with theirs, open(log, "wb") as stream:
-            role = "scheduler" if name == "scheduler" else "rank"
+            arguments = [self.platform, "scheduler" if name == "scheduler" else self._role]
             channel = theirs.fileno()
-            handle = subprocess.Popen(
-                [sys.executable, "-u", "-m", "tests.harness.worker", self.platform, role, str(channel)],
-                cwd=ROOT,
-                env=environment,
-                pass_fds=[channel],
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-            )
+            if self.platform != "torch_npu":
+                handle = Zygote.of(self.platform).fork(arguments, environment, channel, stream.fileno())
+            else:  # Its import starts threads.
+                handle = subprocess.Popen(
+                    [sys.executable, "-u", "-m", "tests.harness.worker", *arguments, str(channel)],
+                    cwd=ROOT,
+                    env=environment,
+                    pass_fds=[channel],
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                )
         return _Process(handle, ours, log)
 
     def _answers(self, what: str, time_limit_s: float, collect: bool) -> list:

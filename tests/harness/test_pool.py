@@ -98,7 +98,7 @@ def test_a_raising_case_is_shown_per_rank_and_ranks_that_wait_for_it_too(small_p
     message = str(failure.value)
     assert "test_pool:raise_on failed on ranks 0,1,2 of 3" in message
     assert "--- ranks 0,2 raised\nTraceback" in message and message.count("KeyError: 'a lost key'") == 1
-    assert "--- rank 1 had not answered after 5." in message
+    assert "--- rank 1 had not answered after " in message
     assert "--- ranks 0,2 printed last\nprinted before the failure" in message
     assert "in sum_over_ranks" in message, "the stack of the silent rank is missing"
     assert_works(small_pool)

@@ -1,4 +1,4 @@
-"""One process of a `RankPool`: `python -m tests.harness.worker PLATFORM rank|scheduler CHANNEL`."""
+"""One process of a `RankPool`: `python -m tests.harness.worker PLATFORM rank|"rank alone"|scheduler CHANNEL`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 def main(platform: str, role: str, channel: str) -> None:
-    """Join the process group, then answer one case after the other until the parent closes the channel."""
+    """Join the process group, unless alone; then answer case after case until the parent closes the channel."""
     faulthandler.register(signal.SIGUSR1)
     connection = Connection(int(channel))
-    _end_with_parent()
+    end_with_parent()
     if connection.poll():
         return  # The channel is closed, since nothing is sent so early: the parent ended before it could be watched.
     if role == "scheduler":
         _join_mindspore()  # Does not return while there are ranks.
         return
-    context = _join(platform)
+    context = _join(platform) if role == "rank" else _alone(platform)
     connection.send(None)
     while True:
         try:
@@ -39,7 +39,7 @@ def main(platform: str, role: str, channel: str) -> None:
         connection.send_bytes(_answer(context, request))
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """A killed parent cannot end its ranks, so the kernel does, even while a framework holds the interpreter. Where the
     kernel cannot, the limit of the collectives and the closed channel end the ranks."""
     if sys.platform == "linux":
@@ -64,6 +64,11 @@ def _join(platform: str) -> RankContext:
     if platform == "torch_npu":
         _take_npu()
     return RankContext("torch", *_join_torch("hccl" if platform == "torch_npu" else "gloo"), framework(platform))
+
+
+def _alone(platform: str) -> RankContext:
+    names = ("RANK_ID", "RANK_SIZE") if platform == "mindspore" else ("RANK", "WORLD_SIZE")
+    return RankContext(platform, *(int(os.environ[name]) for name in names), framework(platform))
 
 
 def _take_npu() -> None:
