@@ -13,6 +13,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
+# Two files of tests at a time: the ranks of one often wait for each other.
+BESIDE_EACH_OTHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: demo test quick lint docs bench clean
 .SECONDARY:
 
@@ -20,7 +23,7 @@ demo: $(PLATFORMS:%=$(VENV)/with-%)
 	$(RUN) examples/train_moe.py --platform $(PLATFORM)
 
 test: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-test $(VENV)/with-peer lint
-	HYPER_PARALLEL_TEST_PLATFORMS=torch,mindspore $(RUN) -m pytest
+	HYPER_PARALLEL_TEST_PLATFORMS=torch,mindspore $(RUN) -m pytest $(BESIDE_EACH_OTHER)
 	$(MAKE) test-npu-sim
 
 quick: $(PLATFORMS:%=$(VENV)/with-%) $(VENV)/with-test
