@@ -25,6 +25,7 @@ __all__ = [
     "dist_comm_irecv_op",
     "dist_comm_isend_op",
     "grouped_matmul_v4",
+    "in_recompute",
     "leave_out_of_capture",
     "mixed_precision_of",
     "parameters_of",
@@ -97,6 +98,13 @@ def replace_in_recompute(old, new) -> None:
             for position, parameter in enumerate(cell.internal_params):
                 if parameter is old:
                     cell.internal_params[position] = new
+
+
+def in_recompute(parameters) -> bool:
+    """Whether a recomputed cell has noted any of the parameters; see :func:`replace_in_recompute`."""
+    wanted = {id(parameter) for parameter in parameters}
+    recomputed = (cell for cell in gc.get_objects() if type(cell) is _RecomputeCell)
+    return any(id(parameter) in wanted for cell in recomputed for parameter in cell.internal_params)
 
 
 def mixed_precision_of(cell: nn.Cell):

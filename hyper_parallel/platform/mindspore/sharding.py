@@ -10,7 +10,15 @@ from mindspore import Parameter, Tensor, mint
 from hyper_parallel.platform.mindspore import compat, device, initial
 from hyper_parallel.platform.mindspore.rows import copied
 
-__all__ = ["ShardedParameter", "distribute", "shard_parameter", "wrap_construct", "pynative_only", "SHARDED"]
+__all__ = [
+    "ShardedParameter",
+    "add_parameter",
+    "distribute",
+    "shard_parameter",
+    "wrap_construct",
+    "pynative_only",
+    "SHARDED",
+]
 
 SHARDED = "_hyper_parallel_sharded"
 
@@ -104,6 +112,17 @@ def shard_parameter(cell, name, device_mesh, placements):
     cell.insert_param_to_cell(name, new)
     new.name = old.name
     compat.replace_in_recompute(old, new)
+
+
+def add_parameter(cell, name, full_name, whole, device_mesh, placements):
+    """Give a cell one more trainable parameter, this rank's part of ``whole``.
+
+    Raises:
+        RuntimeError: a recomputed cell holds the cell, and knows only the parameters that it had before.
+    """
+    if compat.in_recompute(cell.get_parameters()):
+        raise RuntimeError(f"{full_name} would get no gradient in a recomputed cell: call recompute() afterwards")
+    cell.insert_param_to_cell(name, distribute(whole, device_mesh, placements, full_name, requires_grad=True))
 
 
 def wrap_construct(cell, sharded):

@@ -3,6 +3,7 @@
 import base64
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dt
@@ -19,6 +20,7 @@ __all__ = [
     "NAME",
     "rank_and_size",
     "all_gather",
+    "gathered",
     "model_values",
     "optimizer_values",
     "optimizer_state",
@@ -120,6 +122,13 @@ def _write(tensor, array):
     source = torch.from_numpy(array.view("<i2") if kind == torch.int16 else array)
     with torch.no_grad():
         _local(tensor).copy_(source if kind is None else source.view(tensor.dtype))
+
+
+def gathered(parameter) -> tuple[str, np.ndarray]:
+    """Dtype and values of a whole parameter, as a checkpoint would hold them, on every rank of its mesh, all of which
+    call this."""
+    whole = parameter.full_tensor() if isinstance(parameter, dt.DTensor) else parameter
+    return DTYPES[whole.dtype], _read(whole)
 
 
 def _plain_name(name):

@@ -1,0 +1,71 @@
+"""Adapters on experts that are cut over ranks compute, learn and are saved as on one device."""
+
+import pytest
+
+from tests.distributed import lora_cases as cases
+from tests.distributed.test_refusals import assert_words
+from tests.harness import oracle, parity
+
+PROBLEM = oracle.make_problem(2, 4, 6, 8, counts=[[4, 3, 5, 4], [2, 6, 0, 8]])
+PROBLEMS = {
+    2: PROBLEM,
+    4: oracle.make_problem(4, 4, 6, 8, counts=[[4, 3, 5, 4], [2, 6, 0, 8], [0, 0, 0, 0], [1, 0, 0, 9]]),
+    1: oracle.make_problem(1, 4, 6, 8),
+}
+
+
+def tolerance(pool):
+    return 1e-12 if pool.platform == "torch" else 1e-5
+
+
+@pytest.mark.parametrize(
+    "style,ep,tp,targets",
+    [
+        ("ExpertTensorParallel", 2, 2, cases.WEIGHTS),
+        ("ExpertTensorParallel", 4, 1, cases.WEIGHTS),
+        ("ExpertTensorParallel", 1, 4, cases.WEIGHTS),
+        ("ExpertParallel", 2, 1, cases.WEIGHTS),
+        ("TensorParallel", 1, 2, cases.WEIGHTS),
+        ("ExpertTensorParallel", 2, 2, ("w2",)),
+        ("ExpertTensorParallel", 2, 2, ("w3",)),
+    ],
+)
+def test_experts(pool, style, ep, tp, targets):
+    problem = PROBLEMS[ep]
+    results = pool.run(cases.errors, style=style, ep=ep, tp=tp, problem=problem, targets=targets)
+    parity.assert_close(results, tolerance(pool))
+
+
+def test_gradients_are_terms_of_a_sum_over_tp(pool):
+    """What peers leave out: every rank's own gradient of a factor that it holds whole is wrong, and no value tells."""
+    worst = parity.worst(pool.run(cases.errors, style="ExpertTensorParallel", ep=2, tp=2, problem=PROBLEM, broken=True))
+    wrong = {name for name, error in worst.items() if error > 0.1}
+    assert wrong == {"lora_A_w1", "lora_A_w3", "lora_B_w2"}
+
+
+def test_a_forward_of_the_users_own(torch_pool):
+    """What it computes is not known: it finds the sums in the place of its weights."""
+    more = {"ep": 2, "tp": 2, "problem": PROBLEM, "own_forward": True}
+    parity.assert_close(torch_pool.run(cases.errors, style="ExpertTensorParallel", **more), 1e-12)
+
+
+@pytest.mark.parametrize("style", ["ExpertTensorParallel", "DedupExpertTensorParallel", "SplitExpertTensorParallel"])
+def test_a_layer(pool, style):
+    parity.assert_close(pool.run(cases.of_layer, style=style, ep=2, tp=2), tolerance(pool))
+
+
+def test_refusals(pool):
+    words = {
+        "no style": ("ValueError", "no style was applied to any experts", "a mesh of one rank"),
+        "nothing to merge": ("ValueError", "the model has no adapters"),
+        "nothing to save": ("ValueError", "the model has no adapters"),
+        "alpha": ("ValueError", "alpha must be a finite number, got nan"),
+        "target": ("ValueError", "['gate_up_proj'] match no weight", "w1, w2, w3"),
+        "no target": ("ValueError", "[] match no weight"),
+        "no folder": ("CheckpointError", "nowhere/adapter_config.json is missing"),
+        "twice": ("RuntimeError", "has adapters already"),
+        "style afterwards": ("RuntimeError", "already parallelised by ExpertTensorParallel"),
+    }
+    words |= {f"r {r}": ("ValueError", "r must be a positive int", f"got {r}") for r in (0, -1, 2.0, True)}
+    for found in pool.run(cases.refusals, problem=PROBLEM):
+        assert_words(found, words)
