@@ -1,10 +1,17 @@
 """Adapters on experts that are cut over ranks compute, learn and are saved as on one device."""
 
+import importlib.util
+
 import pytest
 
 from tests.distributed import lora_cases as cases
 from tests.distributed.test_refusals import assert_words
+from tests.distributed.test_huggingface import LIMIT, hf_pool  # noqa: F401
 from tests.harness import oracle, parity
+from tests.harness.by_name import CasesOf
+
+hf_cases = CasesOf("tests.distributed.lora_huggingface_cases")
+BOTH = ("gate_up_proj", "down_proj")
 
 PROBLEM = oracle.make_problem(2, 4, 6, 8, counts=[[4, 3, 5, 4], [2, 6, 0, 8]])
 PROBLEMS = {
@@ -69,3 +76,34 @@ def test_refusals(pool):
     words |= {f"r {r}": ("ValueError", "r must be a positive int", f"got {r}") for r in (0, -1, 2.0, True)}
     for found in pool.run(cases.refusals, problem=PROBLEM):
         assert_words(found, words)
+
+
+@pytest.mark.parametrize(
+    "family,style,ep,tp,targets",
+    [
+        ("Mixtral", "ExpertTensorParallel", 2, 2, BOTH),
+        ("Qwen3Moe", "ExpertTensorParallel", 1, 4, BOTH),
+        ("GptOss", "ExpertTensorParallel", 2, 2, BOTH),
+        ("GptOss", "TensorParallel", 1, 4, BOTH),
+        ("Qwen3Moe", "ExpertParallel", 4, 1, ("down_proj",)),
+        ("Mixtral", "DedupExpertTensorParallel", 2, 2, ("gate_up_proj",)),
+        ("Mixtral", "SplitExpertTensorParallel", 2, 2, BOTH),
+    ],
+)
+def test_models_of_hugging_face(hf_pool, tmp_path, family, style, ep, tp, targets):
+    more = {"family": family, "style": style, "ep": ep, "tp": tp, "targets": targets}
+    parity.assert_close(hf_pool.run(hf_cases.trained, folder=tmp_path, **more, time_limit_s=200), LIMIT)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+def test_saved_and_merged(hf_pool, tmp_path, family):
+    results = hf_pool.run(hf_cases.saved_and_merged, folder=tmp_path, family=family, time_limit_s=200)
+    assert [wrong for wrong, _ in results] == [[]] * 4
+    parity.assert_close([errors for _, errors in results], LIMIT)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+def test_peft_reads_and_writes_the_same(hf_pool, tmp_path, family):
+    results = hf_pool.run(hf_cases.with_peft, folder=tmp_path, family=family, time_limit_s=200)
+    parity.assert_close(results, LIMIT)
