@@ -1,6 +1,7 @@
 """Adapters on GroupedExperts, on every platform: against one device whose weights are ``W + alpha / r * B A``."""
 
 import copy
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -156,3 +157,83 @@ def refusals(context, problem):
     refused("twice", experts, lambda: lora.add_adapters(experts, R, ALPHA))
     refused("style afterwards", experts, lambda: style.apply(experts, mesh))
     return found
+
+
+def folders(context, problem, folder):
+    """What differs where adapters are saved on (2, 2) and loaded over other meshes, and what is refused."""
+    experts, factors = adapted(context, problem, "ExpertTensorParallel", 2, 2), drawn(problem)
+    lora.save_adapters(experts, folder)
+    lora.save_adapters(experts, str(folder))  # takes the place of the first
+    assert lora.load_adapters(experts, folder) == list(WEIGHTS)  # values alone
+    wrong, found = [], {}
+    for ep, tp in ((4, 1), (1, 4)):
+        other = under_style(context, problem, ep, tp)
+        lora.load_adapters(other, folder)
+        laid_out, local = get_platform(other).parameters(other), context.framework.parameters(other)
+        for name, pair in factors.items():
+            for kind, whole in zip("AB", pair):
+                key = f"lora_{kind}_{name}"
+                if not np.array_equal(context.framework.array(local[key]), part_of(laid_out[key], whole)):
+                    wrong.append(f"{key} on {ep, tp}")
+        assert not laid_out["w1"].requires_grad and laid_out["lora_A_w1"].requires_grad
+
+    def refused(name, function, into):
+        before = list(get_platform(into).parameters(into))
+        found[name] = message_of(function)
+        assert list(get_platform(into).parameters(into)) == before, name
+
+    other = under_style(context, problem, 2, 2)
+    narrow = under_style(context, replace(problem, **{n: getattr(problem, n)[:2] for n in WEIGHTS}), 2, 2)
+    refused("other sizes", lambda: lora.load_adapters(narrow, folder), narrow)
+    for name, change in {
+        "fields": {"use_dora": True, "lora_dropout": 0.1, "target_modules": ["q_proj"], "bias": "all"},
+        "other kind": {"peft_type": "IA3", "target_parameters": []},
+        "fewer weights": {"target_parameters": ["w1"]},
+    }.items():
+        if context.rank == 0:
+            (folder / name).mkdir()
+            config = json.loads((folder / "adapter_config.json").read_text())
+            (folder / name / "adapter_config.json").write_text(json.dumps(config | change))
+            (folder / name / "adapter_model.safetensors").symlink_to(folder / "adapter_model.safetensors")
+        hp.synchronize_parameters(other, mesh_for(context, hp.ExpertTensorParallel(), 2, 2))  # rank 0 has written
+        refused(name, lambda name=name: lora.load_adapters(other, folder / name), other)
+    lora.add_adapters(other, R - 1, ALPHA)
+    refused("other rank", lambda: lora.load_adapters(other, folder), other)
+    return wrong, found
+
+
+def under_style(context, problem, ep, tp):
+    style = hp.ExpertTensorParallel()
+    return style.apply(make_experts(context, problem), mesh_for(context, style, ep, tp))
+
+
+def recomputed(context, problem):
+    """MindSpore, whose recomputed cells keep a list of their parameters: gradients as without recomputation, however
+    the calls of ``recompute`` and ``add_adapters`` follow each other."""
+    found = []
+    for when in ("never", "before", "after", "around"):
+        experts = under_style(context, problem, 2, 2)
+        around = around_cell(experts)
+        if when in ("before", "around"):
+            (experts if when == "before" else around).recompute()
+        lora.add_adapters(experts, R, ALPHA)
+        fill(context, experts, drawn(problem))
+        if when == "after":
+            experts.recompute()
+        evaluation = parity.evaluate(context, around, problem, coordinates(context, 2, 2)[0])
+        found.append([evaluation.output, *evaluation.input_gradients, *evaluation.parameter_gradients.values()])
+    return [all(map(np.array_equal, found[0], other)) and len(other) == 9 for other in found[1:]]
+
+
+def around_cell(experts):
+    from mindspore import nn
+
+    class Around(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.experts = experts
+
+        def construct(self, *inputs):
+            return self.experts(*inputs)
+
+    return Around()

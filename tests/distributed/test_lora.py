@@ -1,8 +1,11 @@
 """Adapters on experts that are cut over ranks compute, learn and are saved as on one device."""
 
 import importlib.util
+import itertools
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.distributed import lora_cases as cases
 from tests.distributed.test_refusals import assert_words
@@ -10,6 +13,7 @@ from tests.distributed.test_huggingface import LIMIT, hf_pool  # noqa: F401
 from tests.harness import oracle, parity
 from tests.harness.by_name import CasesOf
 
+around_cases = CasesOf("tests.distributed.lora_around_cases")
 hf_cases = CasesOf("tests.distributed.lora_huggingface_cases")
 BOTH = ("gate_up_proj", "down_proj")
 
@@ -107,3 +111,47 @@ def test_saved_and_merged(hf_pool, tmp_path, family):
 def test_peft_reads_and_writes_the_same(hf_pool, tmp_path, family):
     results = hf_pool.run(hf_cases.with_peft, folder=tmp_path, family=family, time_limit_s=200)
     parity.assert_close(results, LIMIT)
+
+
+def test_what_is_around_it(torch_pool):
+    parity.assert_close(torch_pool.run(around_cases.around, time_limit_s=200), 1e-12)
+
+
+def test_16_bits(torch_pool):
+    """Factors keep 32 bits beside weights of 16, where small steps would be lost."""
+    for dtypes, error, under_autocast, difference in torch_pool.run(around_cases.in_16_bits):
+        assert dtypes == {"torch.float32", "torch.bfloat16"} and under_autocast == "torch.bfloat16"
+        assert error < 2e-2 and difference < 2e-2
+
+
+def test_refusals_of_torch(torch_pool):
+    words = {
+        "after FSDP2": ("ValueError", "w1 no longer lies as ExpertTensorParallel laid it out", "before fully_shard"),
+        "on meta": ("ValueError", "w1 is on meta", "to_empty"),
+    }
+    for found in torch_pool.run(around_cases.refused):
+        assert_words(found, words)
+
+
+def test_folders(pool, tmp_path):
+    words = {
+        "other sizes": ("CheckpointError", "nothing was changed", "base_layer.base_layer.lora_A.weight: (12, 6)", "(6, 6)"),
+        "fields": ("CheckpointError", "use_dora is True; lora_dropout is 0.1; target_modules is ['q_proj']; bias is 'all'"),
+        "other kind": ("CheckpointError", "peft_type is 'IA3'", "target_parameters is empty"),
+        "fewer weights": ("CheckpointError", "base_model.model.base_layer.lora_A.weight: not of these experts"),
+        "other rank": ("ValueError", "has adapters of r 2, alpha 6.0 on ['w1', 'w2', 'w3'], the folder r 3"),
+    }
+    for wrong, found in pool.run(cases.folders, problem=PROBLEM, folder=tmp_path):
+        assert not wrong
+        assert_words(found, words)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    for depth, (a, b) in zip((2, 1, 0), cases.drawn(PROBLEM).values()):
+        start = "base_model.model." + "base_layer." * depth
+        for e, k in itertools.product(range(4), range(cases.R)):
+            assert np.array_equal(stored[f"{start}lora_A.weight"][e * cases.R + k], a[e, k])
+            assert np.array_equal(stored[f"{start}lora_B.weight"][:, k * 4 + e], b[e, :, k])
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_recompute_on_mindspore(mindspore_pool):
+    assert mindspore_pool.run(cases.recomputed, problem=PROBLEM) == [[True, True, True]] * 4

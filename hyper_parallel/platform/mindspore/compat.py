@@ -25,7 +25,7 @@ __all__ = [
     "dist_comm_irecv_op",
     "dist_comm_isend_op",
     "grouped_matmul_v4",
-    "in_recompute",
+    "join_in_recompute",
     "leave_out_of_capture",
     "mixed_precision_of",
     "parameters_of",
@@ -100,11 +100,11 @@ def replace_in_recompute(old, new) -> None:
                     cell.internal_params[position] = new
 
 
-def in_recompute(parameters) -> bool:
-    """Whether a recomputed cell has noted any of the parameters; see :func:`replace_in_recompute`."""
-    wanted = {id(parameter) for parameter in parameters}
-    recomputed = (cell for cell in gc.get_objects() if type(cell) is _RecomputeCell)
-    return any(id(parameter) in wanted for cell in recomputed for parameter in cell.internal_params)
+def join_in_recompute(beside, new) -> None:
+    """Note a new parameter wherever ``Cell.recompute`` has noted another one of its cell; see above."""
+    for cell in gc.get_objects():
+        if type(cell) is _RecomputeCell and any(parameter is beside for parameter in cell.internal_params):
+            cell.internal_params.append(new)
 
 
 def mixed_precision_of(cell: nn.Cell):

@@ -89,8 +89,7 @@ class MindSporePlatform(Platform):
     def add_parameter(self, module, name, shape, bound, like, device_mesh, placements):
         dtype = like.dtype if host.dtype_name(like) in ("float32", "float64") else ms.float32
         whole = initializer(Uniform(bound) if bound else "zeros", shape, dtype).init_data()
-        full_name = like.name.rpartition(".")[0] + "." + name
-        sharding.add_parameter(module, name, full_name.lstrip("."), whole, device_mesh, placements)
+        sharding.add_parameter(module, name, whole, like, device_mesh, placements)
 
     def local(self, parameter):
         return parameter

@@ -114,15 +114,12 @@ def shard_parameter(cell, name, device_mesh, placements):
     compat.replace_in_recompute(old, new)
 
 
-def add_parameter(cell, name, full_name, whole, device_mesh, placements):
-    """Give a cell one more trainable parameter, this rank's part of ``whole``.
-
-    Raises:
-        RuntimeError: a recomputed cell holds the cell, and knows only the parameters that it had before.
-    """
-    if compat.in_recompute(cell.get_parameters()):
-        raise RuntimeError(f"{full_name} would get no gradient in a recomputed cell: call recompute() afterwards")
-    cell.insert_param_to_cell(name, distribute(whole, device_mesh, placements, full_name, requires_grad=True))
+def add_parameter(cell, name, whole, like, device_mesh, placements):
+    """Give a cell one more trainable parameter, this rank's part of ``whole``, named as its parameter ``like`` is."""
+    full_name = (like.name.rpartition(".")[0] + "." + name).lstrip(".")
+    new = distribute(whole, device_mesh, placements, full_name, requires_grad=True)
+    cell.insert_param_to_cell(name, new)
+    compat.join_in_recompute(like, new)
 
 
 def wrap_construct(cell, sharded):
