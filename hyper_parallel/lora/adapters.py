@@ -1,10 +1,12 @@
 """Putting adapters on the experts of a model, and merging them into the weights."""
 
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from hyper_parallel.core.expert_parallel.agreement import check_same
 from hyper_parallel.core.expert_parallel.checks import ExpertShapes
 from hyper_parallel.core.expert_parallel.lora import Adapter, Lora, Weight
 from hyper_parallel.core.expert_parallel.packed import FIRST_WEIGHTS, PackedShapes
@@ -44,8 +46,8 @@ def add_adapters(model: Module, r: int, alpha: float, target_parameters: Iterabl
 
     Raises:
         ValueError: no sharded experts; an ``r`` or ``alpha`` that no adapter has; a target that matches nothing;
-            weights on meta, or laid out otherwise than the style did it. RuntimeError: a second call. After an error
-            the model is as it was.
+            weights on meta, or laid out otherwise than the style did it; on all ranks, other adapters on some of them.
+            RuntimeError: a second call. After an error the model is as it was.
     """
     platform = get_platform(model)
     made = planned(platform, model, r, alpha, target_parameters)
@@ -122,10 +124,17 @@ def planned(
             "ExpertParallel or TensorParallel first; one device is a mesh of one rank"
         )
     chosen = _chosen(found, None if target_parameters is None else list(target_parameters))
-    return [
+    made = [
         Adapted(path, mod, sharded, _lora_of(platform, mod, sharded, names, r, alpha))
         for path, mod, sharded, names in chosen
     ]
+    names = full_names(made)
+    mine = {"r": r, "alpha": zlib.crc32(repr(float(alpha)).encode()), "weights": zlib.crc32(repr(names).encode())}
+    own = {"alpha": str(alpha), "weights": ", ".join(names)}
+    must = "adapters: all ranks of the mesh must have the same ones"
+    for mesh in {id(each.sharded.device_mesh): each.sharded.device_mesh for each in made}.values():
+        check_same(platform, mine, own, mesh, must, "adapters: agreement on them")
+    return made
 
 
 def put_on(platform: Platform, model: Module, made: Sequence[Adapted]) -> None:

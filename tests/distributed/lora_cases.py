@@ -153,6 +153,10 @@ def refusals(context, problem):
     refused("no target", experts, lambda: lora.add_adapters(experts, R, ALPHA, []))
     assert all(p.requires_grad for p in get_platform(experts).parameters(experts).values())
     refused("no folder", experts, lambda: lora.load_adapters(experts, "nowhere"))
+    one = int(context.rank == 1)
+    refused("r of one rank", experts, lambda: lora.add_adapters(experts, R + one, ALPHA))
+    refused("alpha of one rank", experts, lambda: lora.add_adapters(experts, R, ALPHA + one))
+    refused("weights of one rank", experts, lambda: lora.add_adapters(experts, R, ALPHA, ["w1", "w2"][: 2 - one]))
     lora.add_adapters(experts, R, ALPHA)
     refused("twice", experts, lambda: lora.add_adapters(experts, R, ALPHA))
     refused("style afterwards", experts, lambda: style.apply(experts, mesh))
@@ -208,18 +212,16 @@ def under_style(context, problem, ep, tp):
 
 
 def recomputed(context, problem):
-    """MindSpore, whose recomputed cells keep a list of their parameters: gradients as without recomputation, however
-    the calls of ``recompute`` and ``add_adapters`` follow each other."""
+    """MindSpore, whose recomputed cells keep a list of their parameters: gradients as without recomputation where
+    the experts, or a cell around them, were recomputed before they got adapters."""
     found = []
-    for when in ("never", "before", "after", "around"):
+    for recomputes in ("nothing", "experts", "around"):
         experts = under_style(context, problem, 2, 2)
         around = around_cell(experts)
-        if when in ("before", "around"):
-            (experts if when == "before" else around).recompute()
+        if recomputes != "nothing":
+            {"experts": experts, "around": around}[recomputes].recompute()
         lora.add_adapters(experts, R, ALPHA)
         fill(context, experts, drawn(problem))
-        if when == "after":
-            experts.recompute()
         evaluation = parity.evaluate(context, around, problem, coordinates(context, 2, 2)[0])
         found.append([evaluation.output, *evaluation.input_gradients, *evaluation.parameter_gradients.values()])
     return [all(map(np.array_equal, found[0], other)) and len(other) == 9 for other in found[1:]]

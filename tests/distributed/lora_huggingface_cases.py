@@ -7,15 +7,14 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 import hyper_parallel as hp
 from hyper_parallel import checkpoint, lora
 from hyper_parallel.core.expert_parallel import lora as core
-from tests.distributed.huggingface_cases import batch_of, cut, emptied, full, loss_of, make_model
+from tests.distributed.huggingface_cases import batch_of, cut, full, loss_of, make_model
 from tests.harness.oracle import relative_error
-from tests.harness.setting import coordinates, mesh_for, whole_mesh
+from tests.harness.setting import coordinates, mesh_for
 
 R, ALPHA, STEPS, MAX_NORM = 3, 6, 2, 0.5
 TARGETS = ("gate_up_proj", "down_proj")
@@ -72,7 +71,9 @@ def write_as_peft(context, folder, factors, targets):
     """The folder that PEFT would write of these adapters."""
     folder.mkdir(parents=True, exist_ok=True)
     if context.rank == 0:
-        save_file({name: value.detach().clone() for name, value in factors.items()}, folder / "adapter_model.safetensors")
+        save_file(
+            {name: value.detach().clone() for name, value in factors.items()}, folder / "adapter_model.safetensors"
+        )
         config = {"peft_type": "LORA", "r": R, "lora_alpha": ALPHA, "target_modules": [], "lora_dropout": 0.0}
         config |= {"target_parameters": [f"experts.{name}" for name in targets], "bias": "none", "use_dora": False}
         (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -155,7 +156,7 @@ def learning(model, one, factors, targets, what):
 
 
 def saved_and_merged(context, folder, family):
-    """What differs where a cut model's adapters are saved, loaded over other meshes, kept in a checkpoint and merged."""
+    """What differs where a cut model's adapters are saved, loaded over other meshes, checkpointed and merged."""
     model, one, factors = two_models(context, folder / family, family, "ExpertTensorParallel", 2, 2)
     lora.save_adapters(model, folder / f"{family}-saved")
     stored = load_file(folder / f"{family}-saved" / "adapter_model.safetensors")
@@ -179,7 +180,9 @@ def saved_and_merged(context, folder, family):
             ]
     lora.merge_adapters(model)
     state, whole = model.state_dict(), make_model(family).state_dict()
-    wrong += ["names"] * (list(state) != list(whole)) + ["shapes"] * any(state[n].shape != whole[n].shape for n in whole)
+    wrong += ["names"] * (list(state) != list(whole)) + ["shapes"] * any(
+        state[n].shape != whole[n].shape for n in whole
+    )
     sums = {f"{path}.{name}": getattr(mod, name) for path, mod in experts_of(one) for name in TARGETS}
     errors = {name: relative_error(full(state[name]), value.detach()) for name, value in sums.items()}
     with torch.no_grad():
