@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def save_adapters(model: Module, folder: str | os.PathLike) -> None:
             dtype, values = room.gathered(own[factor.parameter])
             if rank == 0:
                 values = factor.to_peft(values)
-                slices.append(Slice(factor.name, dtype, (0, 0), values.shape, lambda values=values: values))
+                slices.append(Slice(factor.name, dtype, (0, 0), values.shape, partial(np.asarray, values)))
 
     def write() -> None:
         if rank == 0:
