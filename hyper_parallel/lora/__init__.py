@@ -1,6 +1,6 @@
 """LoRA on experts that a style has sharded: a pair of small factors for each expert is trained, the model is frozen.
 
-    from hyper_parallel import lora
+    import hyper_parallel.lora as lora
 
     parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertTensorParallel()})
     lora.add_adapters(model, r=16, alpha=32)

@@ -8,8 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hyper_parallel as hp
 from hyper_parallel import lora
+from hyper_parallel.platform.torch.sharding import local
 from tests.distributed.refusal_cases import message_of
-from tests.distributed.tools_cases import difference, of_one_device, tokens, two_layers
+from tests.distributed.tools_cases import DIM, NUM_EXPERTS, difference, of_one_device, tokens, two_layers
 
 WEIGHTS = ("w1", "w2", "w3")
 R, ALPHA = 3, 6
@@ -129,3 +130,38 @@ def refused(context):
     ]
     assert of_one_device(layer.experts.lora_B_w2).abs().max() == 0
     return found
+
+
+def kept(context):
+    """Bytes that a call keeps for backward beside parameters and inputs, in hidden rows of all its rows: of frozen
+    experts, with adapters, and beside a forward of the module's own; and the weights in that unit."""
+    mesh, num_rows, hidden_dim = two_layers(context, shared=0, ep=1, tp=1)[2], 8, 512
+    found = {}
+    for kind in ("frozen", "adapted", "own forward"):
+        experts = hp.GroupedExperts(DIM, hidden_dim, NUM_EXPERTS).double()
+        if kind == "own forward":
+            experts.__class__ = type("Own", (type(experts),), {"forward": lambda self, *inputs: self.run(*inputs)})
+        hp.ExpertTensorParallel().apply(experts, mesh["ep", "tp"])
+        if kind == "frozen":
+            experts.requires_grad_(False)
+        else:
+            lora.add_adapters(experts, 1, 1)
+        x, scores = torch.randn(num_rows, DIM).double().requires_grad_(), torch.rand(num_rows).double().requires_grad_()
+        known = {storage_of(value) for value in (x, scores, *map(local, experts.parameters()))}
+        sizes = {}
+
+        def keep(tensor, sizes=sizes, known=known):
+            if storage_of(tensor) not in known:
+                sizes[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        counts = torch.full((NUM_EXPERTS,), num_rows // NUM_EXPERTS)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = experts(x, counts, scores)
+        y.sum().backward()
+        found[kind] = sum(sizes.values()) / (num_rows * hidden_dim * 8)
+    return found, 3 * NUM_EXPERTS * DIM / num_rows
+
+
+def storage_of(tensor):
+    return tensor.untyped_storage().data_ptr()

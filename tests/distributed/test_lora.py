@@ -93,6 +93,14 @@ def test_16_bits(torch_pool):
         assert error < 2e-2 and difference < 2e-2
 
 
+def test_what_is_kept_for_backward(torch_pool):
+    """One hidden row more than frozen experts keep; where another forward computes, all weights once more."""
+    for kept, weights in torch_pool.run(around_cases.kept):
+        assert kept["frozen"] == pytest.approx(2, rel=0.05)
+        assert kept["adapted"] == pytest.approx(3, rel=0.05)
+        assert kept["own forward"] == pytest.approx(2 + weights, rel=0.05)
+
+
 def test_refusals_of_torch(torch_pool):
     words = {
         "after FSDP2": ("ValueError", "w1 no longer lies as ExpertTensorParallel laid it out", "before fully_shard"),

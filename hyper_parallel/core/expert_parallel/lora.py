@@ -151,9 +151,11 @@ class Lora:
         low = {id(a): self._low(platform, x_RD, a, counts_L) for _, a, _ in (gate, up)}  # gate and up may share it
         gate_RH, up_RH = (_product(platform, x_RD, *each, low[id(each[1])], counts_L) for each in (gate, up))
         hidden_RH = platform.swiglu(gate_RH, up_RH)
-        if scores_R is not None:
+        low_Rr = self._low(platform, hidden_RH, down[1], counts_L)
+        if scores_R is not None:  # on both sides of the sum: what the scores scale is what the factor keeps anyway
             hidden_RH = platform.scale_rows(hidden_RH, scores_R)
-        return _product(platform, hidden_RH, *down, self._low(platform, hidden_RH, down[1], counts_L), counts_L)
+            low_Rr = None if low_Rr is None else platform.scale_rows(low_Rr, scores_R)
+        return _product(platform, hidden_RH, *down, low_Rr, counts_L)
 
     def _adapted(
         self, values: Mapping[str, Tensor], factors: Mapping[str, tuple[Tensor, Tensor]]
