@@ -90,12 +90,13 @@ def errors(context, style, ep, tp, problem, targets=WEIGHTS, own_forward=False, 
     for key, value in expected_gradients(factors, vars(expected), "{}_gradient").items():
         pairs[key] = found.parameter_gradients[key], part_of(laid_out[key], value)
 
-    assert lora.merge_adapters(experts) == list(targets)
-    assert list(get_platform(experts).parameters(experts)) == list(WEIGHTS)
-    adapter = context.framework
+    merged, adapter = copy.deepcopy(experts), context.framework
+    assert lora.merge_adapters(merged) == list(targets)
+    assert list(get_platform(merged).parameters(merged)) == list(WEIGHTS)
     inputs = (adapter.tensor(problem.x[ep_rank]), adapter.int_tensor(problem.counts[ep_rank]))
-    merged = experts(*inputs, adapter.tensor(problem.scores[ep_rank]))
-    pairs["merged"] = adapter.array(merged), expected.outputs[ep_rank]
+    for name, module in {"merged": merged, "the original": experts}.items():
+        y = module(*inputs, adapter.tensor(problem.scores[ep_rank]))
+        pairs[name] = adapter.array(y), expected.outputs[ep_rank]
     return {name: oracle.relative_error(*pair) for name, pair in pairs.items()}
 
 

@@ -3,8 +3,6 @@
 MindSpore 2.10 has no distributed tensor; a ``ShardedParameter`` is one of the local shape that knows its layout.
 """
 
-import functools
-
 from mindspore import Parameter, Tensor, mint
 
 from hyper_parallel.platform.mindspore import compat, device, initial
@@ -125,8 +123,8 @@ def add_parameter(cell, name, whole, like, device_mesh, placements):
 def wrap_construct(cell, sharded):
     """Prepare a subclass of the cell's class whose construct is ``sharded``; see ``Platform.wrap_forward``."""
     original = type(cell)
-    if SHARDED in vars(original):
-        return functools.partial(setattr, original, SHARDED, sharded)
+    if SHARDED in vars(original):  # a class of its own again: copies of the cell share this one
+        (original,) = original.__bases__
 
     def construct(self, *inputs, **keywords):
         pynative_only()
