@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from hyper_parallel.checkpoint.rooms import room_of
 from hyper_parallel.core.expert_parallel.agreement import check_same
 from hyper_parallel.core.expert_parallel.checks import ExpertShapes
 from hyper_parallel.core.expert_parallel.lora import Adapter, Lora, Weight
@@ -68,10 +69,17 @@ def merge_adapters(model: Module) -> list[str]:
         Full names of the weights that were changed.
 
     Raises:
-        ValueError: the model has no adapters.
+        ValueError: the model has no adapters, or its weights lie otherwise than the style laid them out.
     """
     platform = get_platform(model)
     verbs, found = platform.gradients(), adapted(platform, model)
+    room_of(model).settle(model)
+    for each in found:
+        own = platform.parameters(each.module)
+        for name in each.lora.adapters:
+            _check_lies(
+                platform, each.sharded, name, own.get(name), "load them into a model without it and merge there"
+            )
     for each in found:
         own = platform.parameters(each.module)
         for name, adapter in each.lora.adapters.items():
@@ -200,11 +208,7 @@ def _lora_of(platform: Platform, mod: Module, sharded: Any, names: list[str], r:
     adapters = {}
     for name in (name for name in own if name in names):  # in the module's order, which PEFT's names follow
         weight = own[name]
-        if not platform.is_sharded(weight) or len(weight.placements) != sharded.device_mesh.ndim:
-            raise ValueError(
-                f"{sharded.name}: {name} no longer lies as {sharded.label} laid it out; add adapters right after the "
-                "style and the loading of weights, before fully_shard"
-            )
+        _check_lies(platform, sharded, name, weight, "add adapters before it, right after the weights were loaded")
         if not platform.same_device(platform.local(weight), platform.local(weight)):
             raise ValueError(f"{sharded.name}: {name} is on meta; call to_empty(device=...) and load the weights first")
         adapters[name] = Adapter.of(name, weights[name], weight.placements, r)
@@ -220,6 +224,13 @@ def _lora_of(platform: Platform, mod: Module, sharded: Any, names: list[str], r:
             f"{type(mod).__mro__[1].__name__} computes is not known"
         )
     return Lora(r, alpha, adapters, on_rows)
+
+
+def _check_lies(platform: Platform, sharded: Any, name: str, weight: Any, remedy: str) -> None:
+    if not platform.is_sharded(weight) or len(weight.placements) != sharded.device_mesh.ndim:
+        raise ValueError(
+            f"{sharded.name}: {name} no longer lies as {sharded.label} laid it out, as after fully_shard; {remedy}"
+        )
 
 
 def _computes_swiglu(platform: Platform, mod: Module, shapes: ExpertShapes) -> bool:

@@ -66,6 +66,7 @@ def save_adapters(model: Module, folder: str | os.PathLike) -> None:
     """
     platform, room, folder = get_platform(model), room_of(model), Path(folder)
     found = adapted(platform, model)
+    room.settle(model)
     rank, _ = room.rank_and_size()
     slices = []
     for each in found:
@@ -105,6 +106,7 @@ def load_adapters(model: Module, folder: str | os.PathLike) -> list[str]:
     (config, *_) = together(room, f"reading {folder / CONFIG}", lambda: _read_config(folder / CONFIG))
     made = planned(platform, model, config["r"], config["lora_alpha"], config["target_parameters"])
     _check_same(made)
+    room.settle(model)
     expected = {factor.name: factor.peft_shape for each in made for factor in _factors(each)}
     together(room, f"loading adapters from {folder}", lambda: _check(read_header(folder / TENSORS), expected))
     if made[0].sharded.lora is None:

@@ -1,6 +1,7 @@
 """What people put around a layer with adapters, on torch: each against one device."""
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
@@ -62,8 +63,8 @@ def step(layer, whole, batches, rank):
     return difference(found.detach(), expected.detach().chunk(len(batches))[rank])
 
 
-def around(context):
-    """Errors under each tool."""
+def around(context, folder):
+    """Errors under each tool, and what is refused under FSDP2."""
     found = {}
     layer, whole, mesh = adapted(context, ep=2, tp=1)
     batches = [tokens(number) for number in range(4)]
@@ -80,6 +81,14 @@ def around(context):
         part.set_force_sum_reduction_for_comms(True)
     found["FSDP2, output"] = step(layer, whole, batches, context.rank)
     found["FSDP2"] = compared(layer, whole)
+    layer(batches[0])  # parameters that FSDP2 has brought together stay so until a backward pass
+    lora.save_adapters(layer, folder)
+    stored = load_file(folder / "adapter_model.safetensors")
+    for depth, name in zip((2, 1, 0), WEIGHTS):
+        a = whole.experts.parametrizations[name][0].A.detach()
+        saved = stored["base_model.model.experts." + "base_layer." * depth + "lora_A.weight"]
+        found[f"FSDP2, saved {name}"] = difference(saved.reshape(a.shape), a)
+    message = message_of(lambda: lora.merge_adapters(layer))
 
     for name in ("recompute", "compile"):
         layer, whole, mesh = adapted(context)
@@ -90,7 +99,7 @@ def around(context):
         }[name]
         found[f"{name}, output"] = step(call, whole, batches[:2], rank)
         found[name] = compared(layer, whole)
-    return found
+    return found, message
 
 
 def in_16_bits(context):

@@ -82,8 +82,12 @@ def test_refusals(pool):
         assert_words(found, words)
 
 
-def test_what_is_around_it(torch_pool):
-    parity.assert_close(torch_pool.run(around_cases.around, time_limit_s=200), 1e-12)
+def test_what_is_around_it(torch_pool, tmp_path):
+    results = torch_pool.run(around_cases.around, folder=tmp_path, time_limit_s=200)
+    parity.assert_close([errors for errors, _ in results], 1e-12)
+    for _, message in results:
+        words = ("ValueError", "w1 no longer lies as ExpertTensorParallel laid it out", "merge there")
+        assert_words({"merge": message}, {"merge": words})
 
 
 def test_16_bits(torch_pool):
@@ -103,7 +107,10 @@ def test_what_is_kept_for_backward(torch_pool):
 
 def test_refusals_of_torch(torch_pool):
     words = {
-        "after FSDP2": ("ValueError", "w1 no longer lies as ExpertTensorParallel laid it out", "before fully_shard"),
+        "after FSDP2": (
+            "ValueError",
+            "w1 no longer lies as ExpertTensorParallel laid it out, as after fully_shard; add",
+        ),
         "on meta": ("ValueError", "w1 is on meta", "to_empty"),
     }
     for found in torch_pool.run(around_cases.refused):

@@ -18,6 +18,7 @@ __all__ = [
     "NAME",
     "rank_and_size",
     "all_gather",
+    "settle",
     "gathered",
     "model_values",
     "optimizer_values",
@@ -98,6 +99,10 @@ def _value(name, parameter, laid_out):
     _, pieces = local_pieces(shape, cuts, mesh_shape, coordinate)
     read, write = partial(_read, parameter), partial(_write, parameter)
     return Value(DTYPES[parameter.dtype], shape, local, tuple(pieces), read, write)
+
+
+def settle(module) -> None:
+    """Bring every parameter to where it lies between two steps: here it never leaves it."""
 
 
 def gathered(parameter) -> tuple[str, np.ndarray]:
