@@ -60,6 +60,14 @@ def mindspore_pool() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.fixture
+def hf_pool(torch_pool: RankPool) -> RankPool:
+    """Four ranks of PyTorch for models of transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: the extra [huggingface]")
+    return torch_pool
+
+
 @pytest.fixture(scope="session", params=PLATFORMS)
 def platform(request: pytest.FixtureRequest) -> str:
     """Runs a test once per platform, and all tests of one platform after each other."""

@@ -158,6 +158,25 @@ class Platform(ABC):
         """Replace one parameter by its layout over the mesh; name, dtype and requires_grad stay."""
 
     @abstractmethod
+    def add_parameter(
+        self,
+        module: Module,
+        name: str,
+        shape: tuple[int, ...],
+        bound: float,
+        like: Any,
+        device_mesh: Mesh,
+        placements: Sequence[Placement],
+    ) -> None:
+        """Give the module one more trainable parameter, laid out over the mesh: drawn from U(-bound, bound), zeros for
+        a bound of 0; the first rank's draw counts. On the device of the sharded parameter ``like``, in its dtype, but
+        in fp32 where that has 16 bits or fewer."""
+
+    @abstractmethod
+    def local(self, parameter: Any) -> Tensor:
+        """This rank's part of a parameter, sharded or not, with the gradient that goes with it."""
+
+    @abstractmethod
     def is_sharded(self, parameter: Any) -> bool:
         """Whether a parameter is already laid out over a mesh."""
 
@@ -277,6 +296,18 @@ class Platform(ABC):
         Inputs are checked and share a dtype (under the framework's autocast they are cast to its). ``scores_R`` may be
         None. An expert without rows gets a zero gradient, never a missing one.
         """
+
+    @abstractmethod
+    def grouped_linear(self, x_RD: Tensor, w_END: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """``y = x @ w[e].T`` for the rows of each expert e: [R, N], in the dtype of x (under autocast, in its).
+
+        The weight is cast to that dtype, and gets a gradient in its own; zeros for an expert without rows.
+        """
+
+    @abstractmethod
+    def add_products(self, w: Tensor, left_ENr: Tensor, right_ErK: Tensor, factor: float) -> Tensor:
+        """``w[e] + factor * left[e] @ right[e]`` in the shape and dtype of w, which is [E, N, K] or splits N or K into
+        two dims; differentiable."""
 
     @abstractmethod
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -53,13 +53,6 @@ def parameters_of(node):
     }
 
 
-@pytest.fixture
-def hf_pool(torch_pool):
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: the extra [huggingface]")
-    return torch_pool
-
-
 @pytest.mark.parametrize(
     "family,style,ep,tp,more",
     [

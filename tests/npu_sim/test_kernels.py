@@ -173,3 +173,33 @@ def test_dense_swiglu(npu, dtype, shape):
     expected.sum().backward()
     for found, wanted in [(y, expected), (gate.grad, exact[0].grad), (up.grad, exact[1].grad)]:
         assert oracle.relative_error(found.detach().cpu().double(), wanted.detach()) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("learns", ["weight", "rows"])
+def test_products_of_adapters(npu, dtype, counts, learns):
+    """Rows times narrow weights of their experts, of which only one side may learn, against float64."""
+    random = np.random.default_rng(3)
+    arrays = [random.standard_normal(shape) for shape in ((sum(counts), 6), (4, 3, 6), (sum(counts), 3))]
+    groups = np.repeat(np.arange(4), counts)
+
+    def products(x, w, grad, counts):
+        x.requires_grad_(learns == "rows"), w.requires_grad_(learns == "weight")
+        y = PLATFORM.grouped_linear(x, w, counts)
+        y.backward(grad.to(y.dtype))
+        return y, x.grad if learns == "rows" else w.grad
+
+    found = products(*(torch.tensor(a, device=npu, dtype=dtype) for a in arrays), torch.tensor(counts, device=npu))
+    x, w, grad = (torch.tensor(a, dtype=dtype).double() for a in arrays)
+    y = (x[:, None] @ w[groups].mT)[:, 0] if len(groups) else torch.zeros(0, 3).double()
+    if learns == "rows":
+        gradient = (grad[:, None] @ w[groups])[:, 0] if len(groups) else torch.zeros(0, 6).double()
+    else:
+        gradient = torch.stack([grad[groups == e].mT @ x[groups == e] for e in range(4)])
+    for mine, expected in zip(found, (y, gradient)):
+        assert mine.device == npu and mine.dtype == dtype
+        if expected.norm() > 0:
+            assert oracle.relative_error(mine.detach().cpu().double(), expected) < LIMITS[dtype]
+        else:
+            assert mine.shape == expected.shape and not mine.abs().sum()

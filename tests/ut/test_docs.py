@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hyper_parallel
-from hyper_parallel import huggingface
+from hyper_parallel import huggingface, lora
 from hyper_parallel.platform.platform import Platform
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,10 +112,13 @@ def test_python_blocks_compile_and_import_public_names(document):
 def test_the_reference_has_every_public_name():
     reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     entries = re.findall(REFERENCE_ENTRY, reference, re.M)
-    of_package = {path.split(".")[1] for path, _ in entries if path.startswith("huggingface.")}
     listed = {heading or path.split(".")[-1] for path, heading in entries}
-    assert of_package == set(huggingface.__all__)
-    assert listed == set(hyper_parallel.__all__) | of_package
+    of_packages = set()
+    for package in (huggingface, lora):
+        prefix = package.__name__.split(".")[1] + "."
+        assert {path.split(".")[1] for path, _ in entries if path.startswith(prefix)} == set(package.__all__)
+        of_packages |= set(package.__all__)
+    assert listed == set(hyper_parallel.__all__) | of_packages
 
 
 def test_the_page_on_hugging_face_weights_lists_every_family():

@@ -8,7 +8,7 @@ Shape suffixes: P ranks of the ep group, or of the mesh; L experts of one rank, 
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 from hyper_parallel.core.types import Mesh, Module, Tensor
 from hyper_parallel.platform.platform import Platform
 
-__all__ = ["Sending", "agreed_counts", "check_same_module", "described", "ranks_of"]
+__all__ = ["Sending", "agreed_counts", "check_same", "check_same_module", "described", "ranks_of"]
 
 DTYPES = ("none", "float16", "bfloat16", "float32", "float64")
 OTHER = len(DTYPES)
@@ -127,8 +127,22 @@ def check_same_module(platform: Platform, module: Module, shapes: Any, device_me
         "dtype of the weights": _code(parameters[0][2]),
         "parameters": zlib.crc32(repr(parameters).encode()),
     }
-    known_PF = _of_all_ranks(platform, list(mine.values()), device_mesh)
     own = {"style": style, "parameters": ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in parameters)}
+    must = f"{style}: all ranks of the mesh must apply the same style to the same kind of module"
+    check_same(platform, mine, own, device_mesh, must, "apply: agreement on the module")
+
+
+def check_same(
+    platform: Platform, mine: Mapping[str, int], own: Mapping[str, str], device_mesh: Mesh, must: str, name: str
+) -> None:
+    """Raise ``ValueError``, on all ranks of the mesh, unless all of them are about to do the same.
+
+    Args:
+        mine: numbers that say what, none of them negative, by what they are.
+        own: words for those that are digests.
+        must: what all ranks must do, for the message. name: words for the collectives.
+    """
+    known_PF = _of_all_ranks(platform, list(mine.values()), device_mesh, name)
     for field, (what, value) in enumerate(mine.items()):
         if (known_PF[:, field] == value).all():
             continue
@@ -139,13 +153,11 @@ def check_same_module(platform: Platform, module: Module, shapes: Any, device_me
             return _dtype(other) if what.startswith("dtype") else str(other)
 
         who = _who(known_PF[:, field].tolist(), ranks_of(device_mesh)(), word)
-        raise ValueError(
-            f"{style}: all ranks of the mesh must apply the same style to the same kind of module, but {what} is "
-            f"{who}; nothing was changed. Give every rank the same configuration and the same plan"
-        )
+        remedy = "Give every rank the same configuration and the same plan"
+        raise ValueError(f"{must}, but {what} is {who}; nothing was changed. {remedy}")
 
 
-def _of_all_ranks(platform: Platform, values: Sequence[int], device_mesh: Mesh) -> np.ndarray:
+def _of_all_ranks(platform: Platform, values: Sequence[int], device_mesh: Mesh, name: str) -> np.ndarray:
     """The values of every rank of the mesh, none of them negative, in its order: [P, F]."""
     shape = tuple(device_mesh.shape)
     known_PF = np.zeros((device_mesh.size(), len(values)), np.int64)
@@ -153,8 +165,8 @@ def _of_all_ranks(platform: Platform, values: Sequence[int], device_mesh: Mesh) 
     for axis in range(device_mesh.ndim):
         if shape[axis] > 1:
             flat = known_PF.ravel().tolist()
-            name = f"apply: agreement on the module over {(device_mesh.mesh_dim_names or shape)[axis]}"
+            over = f"{name} over {(device_mesh.mesh_dim_names or shape)[axis]}"
             group, verbs = device_mesh.get_group(axis), platform.gradients()
             # What a rank does not know yet is 0.
-            known_PF = np.reshape(verbs.largest(flat, group, device_mesh.device_type, name), known_PF.shape)
+            known_PF = np.reshape(verbs.largest(flat, group, device_mesh.device_type, over), known_PF.shape)
     return known_PF

@@ -18,7 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -32,6 +32,7 @@ from hyper_parallel.core.expert_parallel.checks import (
     check_output,
 )
 from hyper_parallel.core.expert_parallel.exchange import Exchange
+from hyper_parallel.core.expert_parallel.lora import Lora
 from hyper_parallel.core.types import Mesh, Module, Tensor
 from hyper_parallel.platform.platform import Platform
 
@@ -64,6 +65,7 @@ class Sharded:
         shapes: sizes of the module before sharding.
         device_mesh: the mesh it lies on.
         ep_mesh, tp_mesh: its slice along the axis, a mesh of one rank too; None where the style has no such axis.
+        lora: adapters on the module's weights, or None.
     """
 
     style: Any
@@ -73,6 +75,7 @@ class Sharded:
     device_mesh: Mesh
     ep_mesh: Mesh | None
     tp_mesh: Mesh | None
+    lora: Lora | None = field(default=None, kw_only=True)
 
     # What to do about a call with other arguments.
     advice = ""
@@ -98,6 +101,8 @@ class Sharded:
         """What the module computes for the user, or between dispatch and combine for the layer around it."""
         with self.naming_errors():
             self.check_laid_out(mod)
+            if self.lora is not None:
+                local_forward = self.lora.around(self, mod, local_forward)
             if inputs and inputs[-1] is Caller.MOE_LAYER:
                 return self.local(local_forward, *inputs[:-1])
             self._check_arguments(inputs, keywords)

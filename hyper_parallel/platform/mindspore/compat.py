@@ -25,6 +25,7 @@ __all__ = [
     "dist_comm_irecv_op",
     "dist_comm_isend_op",
     "grouped_matmul_v4",
+    "join_in_recompute",
     "leave_out_of_capture",
     "mixed_precision_of",
     "parameters_of",
@@ -97,6 +98,13 @@ def replace_in_recompute(old, new) -> None:
             for position, parameter in enumerate(cell.internal_params):
                 if parameter is old:
                     cell.internal_params[position] = new
+
+
+def join_in_recompute(beside, new) -> None:
+    """Note a new parameter wherever ``Cell.recompute`` has noted another one of its cell; see above."""
+    for cell in gc.get_objects():
+        if type(cell) is _RecomputeCell and any(parameter is beside for parameter in cell.internal_params):
+            cell.internal_params.append(new)
 
 
 def mixed_precision_of(cell: nn.Cell):

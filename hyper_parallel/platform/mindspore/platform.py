@@ -3,7 +3,9 @@
 import mindspore as ms
 import mindspore.communication as comm
 from mindspore import Tensor, mint, nn, ops
+from mindspore.common.initializer import Uniform, initializer
 
+from hyper_parallel.core.expert_parallel.experts import row_groups
 from hyper_parallel.platform.mindspore import collectives, compat, device, device_mesh, gradients, host, sharding
 from hyper_parallel.platform.platform import Platform
 
@@ -84,6 +86,14 @@ class MindSporePlatform(Platform):
     def shard_parameter(self, module, name, device_mesh, placements):
         sharding.shard_parameter(module, name, device_mesh, placements)
 
+    def add_parameter(self, module, name, shape, bound, like, device_mesh, placements):
+        dtype = like.dtype if host.dtype_name(like) in ("float32", "float64") else ms.float32
+        whole = initializer(Uniform(bound) if bound else "zeros", shape, dtype).init_data()
+        sharding.add_parameter(module, name, whole, like, device_mesh, placements)
+
+    def local(self, parameter):
+        return parameter
+
     def is_sharded(self, parameter):
         return isinstance(parameter, sharding.ShardedParameter)
 
@@ -147,6 +157,14 @@ class MindSporePlatform(Platform):
     def swiglu_experts(self, x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R):
         experts = device.experts().swiglu_experts
         return experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
+
+    def grouped_linear(self, x_RD, w_END, num_tokens_per_expert_E):
+        groups = row_groups(host.to_host(num_tokens_per_expert_E)[0])
+        return device.experts().grouped_linear(x_RD, w_END.astype(x_RD.dtype), groups)
+
+    def add_products(self, w, left_ENr, right_ErK, factor):
+        delta = mint.bmm(left_ENr.astype(w.dtype), right_ErK.astype(w.dtype))
+        return w + (factor * delta).reshape(w.shape)
 
     def same_dtype(self, x, weight):
         return x.dtype == weight.dtype

@@ -3,14 +3,20 @@
 MindSpore 2.10 has no distributed tensor; a ``ShardedParameter`` is one of the local shape that knows its layout.
 """
 
-import functools
-
 from mindspore import Parameter, Tensor, mint
 
 from hyper_parallel.platform.mindspore import compat, device, initial
 from hyper_parallel.platform.mindspore.rows import copied
 
-__all__ = ["ShardedParameter", "distribute", "shard_parameter", "wrap_construct", "pynative_only", "SHARDED"]
+__all__ = [
+    "ShardedParameter",
+    "add_parameter",
+    "distribute",
+    "shard_parameter",
+    "wrap_construct",
+    "pynative_only",
+    "SHARDED",
+]
 
 SHARDED = "_hyper_parallel_sharded"
 
@@ -106,11 +112,19 @@ def shard_parameter(cell, name, device_mesh, placements):
     compat.replace_in_recompute(old, new)
 
 
+def add_parameter(cell, name, whole, like, device_mesh, placements):
+    """Give a cell one more trainable parameter, this rank's part of ``whole``, named as its parameter ``like`` is."""
+    full_name = (like.name.rpartition(".")[0] + "." + name).lstrip(".")
+    new = distribute(whole, device_mesh, placements, full_name, requires_grad=True)
+    cell.insert_param_to_cell(name, new)
+    compat.join_in_recompute(like, new)
+
+
 def wrap_construct(cell, sharded):
     """Prepare a subclass of the cell's class whose construct is ``sharded``; see ``Platform.wrap_forward``."""
     original = type(cell)
-    if SHARDED in vars(original):
-        return functools.partial(setattr, original, SHARDED, sharded)
+    if SHARDED in vars(original):  # a class of its own again: copies of the cell share this one
+        (original,) = original.__bases__
 
     def construct(self, *inputs, **keywords):
         pynative_only()

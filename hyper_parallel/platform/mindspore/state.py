@@ -18,6 +18,8 @@ __all__ = [
     "NAME",
     "rank_and_size",
     "all_gather",
+    "settle",
+    "gathered",
     "model_values",
     "optimizer_values",
     "optimizer_state",
@@ -97,6 +99,18 @@ def _value(name, parameter, laid_out):
     _, pieces = local_pieces(shape, cuts, mesh_shape, coordinate)
     read, write = partial(_read, parameter), partial(_write, parameter)
     return Value(DTYPES[parameter.dtype], shape, local, tuple(pieces), read, write)
+
+
+def settle(module) -> None:
+    """Bring every parameter to where it lies between two steps: here it never leaves it."""
+
+
+def gathered(parameter) -> tuple[str, np.ndarray]:
+    """Dtype and values of a whole parameter, as a checkpoint would hold them, on every rank of its mesh, all of which
+    call this."""
+    whole = parameter.full_tensor() if isinstance(parameter, ShardedParameter) else parameter
+    dtype = DTYPES[whole.dtype]
+    return dtype, whole.asnumpy().view(STORED_AS[dtype])
 
 
 def _read(parameter):

@@ -9,13 +9,18 @@ from torch.nn.functional import silu
 from hyper_parallel.core.expert_parallel.experts import row_groups
 from hyper_parallel.platform.torch import host, rows
 
-__all__ = ["swiglu", "swiglu_experts"]
+__all__ = ["grouped_linear", "swiglu", "swiglu_experts"]
 
 
 def swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R=None):
     """``scores * w2(silu(w1 x) * (w3 x))`` for the rows of each expert; see ``Platform.swiglu_experts``."""
     groups = row_groups(host.to_host(num_tokens_per_expert_E)[0])
     return SwiGLUExperts.apply(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, groups)
+
+
+def grouped_linear(x_RK, w_ENK, num_tokens_per_expert_E):
+    """``y = x @ w[e].T`` for the rows of each expert e; see ``Platform.grouped_linear``."""
+    return GroupedLinear.apply(x_RK, w_ENK, row_groups(host.to_host(num_tokens_per_expert_E)[0]))
 
 
 def swiglu(gate, up):
@@ -78,6 +83,32 @@ class SwiGLUExperts(torch.autograd.Function):
                 _multiply(grad_gate, w1_EHD, grad_x_RD[batch], local)
                 _multiply(grad_up, w3_EHD, grad_x_RD[batch], local, add=True)
         return *grads, None
+
+
+class GroupedLinear(torch.autograd.Function):
+    """``y = x @ w[e].T`` for rows grouped by expert. The rows are kept only where the weight learns."""
+
+    @staticmethod
+    def forward(ctx, x_RK, w_ENK, groups):
+        ctx.save_for_backward(x_RK if ctx.needs_input_grad[1] else None, w_ENK)
+        ctx.groups = groups
+        y_RN = x_RK.new_empty(x_RK.shape[0], w_ENK.shape[1])
+        _multiply(x_RK, w_ENK.mT, y_RN, groups)
+        return y_RN
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_RN):
+        x_RK, w_ENK = ctx.saved_tensors
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad_RN.new_empty(grad_RN.shape[0], w_ENK.shape[2])
+            _multiply(grad_RN, w_ENK, grad_x, ctx.groups)
+        if ctx.needs_input_grad[1]:
+            grad_w = torch.empty_like(w_ENK, memory_format=torch.contiguous_format)
+            _zero_experts_without_rows([grad_w], ctx.groups, w_ENK.shape[0])
+            _multiply_transposed(grad_RN, x_RK, grad_w, ctx.groups)
+        return grad_x, grad_w, None
 
 
 def _batches(groups, width):

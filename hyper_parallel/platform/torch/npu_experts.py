@@ -8,7 +8,7 @@ import torch
 from hyper_parallel.platform.torch import experts, rows
 from hyper_parallel.platform.torch.npu_operators import runs
 
-__all__ = ["swiglu", "swiglu_experts"]
+__all__ = ["grouped_linear", "swiglu", "swiglu_experts"]
 
 # Documented limits (aclnnGroupedMatmulV4).
 MAX_EXPERTS = 1024
@@ -24,6 +24,13 @@ def swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores
         counts_E = num_tokens_per_expert_E.to(x_RD.device, torch.int64)
         return _SwiGLUExperts.apply(x_RD, w1_EHD, w2_EDH, w3_EHD, scores_R, counts_E)
     return experts.swiglu_experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
+
+
+def grouped_linear(x_RK, w_ENK, num_tokens_per_expert_E):
+    """``y = x @ w[e].T`` for the rows of each expert e. The counts stay on the device, as above."""
+    if runs("npu_grouped_matmul", x_RK.dtype, _grouped_matmul_obstacle(*w_ENK.shape)):
+        return _GroupedLinear.apply(x_RK, w_ENK, num_tokens_per_expert_E.to(x_RK.device, torch.int64))
+    return experts.grouped_linear(x_RK, w_ENK, num_tokens_per_expert_E)
 
 
 def _grouped_matmul_obstacle(num_experts, hidden_dim, dim):
@@ -79,6 +86,30 @@ class _SwiGLUExperts(torch.autograd.Function):
             grad_x = _product_by_rows(grad_gate_RH, w1_EHD, counts_E)
             grad_x += _product_by_rows(grad_up_RH, w3_EHD, counts_E)
         return grad_x, grad_w1, grad_w2, grad_w3, grad_scores, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """``y = x @ w[e].T``; the rows are kept only where the weight learns."""
+
+    @staticmethod
+    def forward(ctx, x_RK, w_ENK, counts_E):
+        x_RK, w_ENK = _plain(x_RK), _plain(w_ENK)
+        ctx.save_for_backward(x_RK if ctx.needs_input_grad[1] else None, w_ENK, counts_E)
+        if x_RK.shape[0] == 0:  # the operators take no empty tensors
+            return x_RK.new_empty(0, w_ENK.shape[1])
+        return _product_by_rows(x_RK, w_ENK.transpose(1, 2), counts_E)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_RN):
+        x_RK, w_ENK, counts_E = ctx.saved_tensors
+        x_needed, w_needed, _ = ctx.needs_input_grad
+        if grad_RN.shape[0] == 0:
+            grad_x = grad_RN.new_empty(0, w_ENK.shape[2]) if x_needed else None
+            return grad_x, torch.zeros_like(w_ENK) if w_needed else None, None
+        grad_RN = _plain(grad_RN)
+        grad_x = _product_by_rows(grad_RN, w_ENK, counts_E) if x_needed else None
+        return grad_x, _weight_gradient(grad_RN, x_RK, counts_E) if w_needed else None, None
 
 
 def _product_by_rows(x_RK, w_EKN, counts_E):

@@ -53,6 +53,7 @@ def _local_experts(module, original, inputs, keywords):
     """``(rows_RD, counts_L, scores_R)`` -> the experts' scored output rows, or this rank's terms of their sum."""
     sharded, (rows_RD, counts_L, scores_R) = sharding.sharded_of(module), inputs
     twin = sharding.local_twin(module, original)
+    sharding.adapt(twin, sharded)
     parameters = vars(twin)["_parameters"]
     if sharded.shapes.swiglu:
         gate_LHD, up_LHD = parameters["gate_up_proj"].unbind(1)

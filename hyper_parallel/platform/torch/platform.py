@@ -107,6 +107,16 @@ class TorchPlatform(Platform):
         if device_mesh.device_type == "cpu":  # also of a mesh that torch's own init_device_mesh made
             collectives.let_gloo_finish_before_exit()
 
+    def add_parameter(self, module, name, shape, bound, like, device_mesh, placements):
+        local = like.to_local()
+        dtype = torch.float32 if local.dtype.itemsize <= 2 else local.dtype
+        whole = torch.empty(shape, dtype=dtype, device=local.device).uniform_(-bound, bound)
+        module.register_parameter(name, nn.Parameter(whole))
+        self.shard_parameter(module, name, device_mesh, placements)
+
+    def local(self, parameter):
+        return sharding.local(parameter)
+
     def is_sharded(self, parameter):
         return isinstance(parameter, dt.DTensor)
 
@@ -174,6 +184,17 @@ class TorchPlatform(Platform):
             x_RD, w1_EHD, w2_EDH, w3_EHD = (value.to(dtype) for value in (x_RD, w1_EHD, w2_EDH, w3_EHD))
         experts = device.experts(x_RD).swiglu_experts
         return experts(x_RD, w1_EHD, w2_EDH, w3_EHD, num_tokens_per_expert_E, scores_R)
+
+    def grouped_linear(self, x_RD, w_END, num_tokens_per_expert_E):
+        device_type = x_RD.device.type
+        if torch.is_autocast_enabled(device_type):
+            x_RD = x_RD.to(torch.get_autocast_dtype(device_type))
+        return device.experts(x_RD).grouped_linear(x_RD, w_END.to(x_RD.dtype), num_tokens_per_expert_E)
+
+    def add_products(self, w, left_ENr, right_ErK, factor):
+        w_ENK = w.reshape(left_ENr.shape[0], left_ENr.shape[1], right_ErK.shape[2])
+        factors = left_ENr.to(w.dtype), right_ErK.to(w.dtype)
+        return torch.baddbmm(w_ENK, *factors, alpha=factor).reshape(w.shape)
 
     def same_dtype(self, x, weight):
         return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)

@@ -14,6 +14,7 @@ from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.torch import compat
 
 __all__ = [
+    "adapt",
     "call_on_twin",
     "distributed_tokens",
     "local",
@@ -133,7 +134,15 @@ def _call_with_local_parameters(module, original, inputs, keywords):
     # A module written for plain tensors so needs no change, and the module itself keeps its parameters, also for calls
     # that overlap.
     with _twin(module, original, local) as twin:
+        adapt(twin, sharded_of(module))
         return original.forward(twin, *inputs, **keywords)
+
+
+def adapt(twin, sharded):
+    """Let a twin find the sums of weights and their adapters' products in the place of the weights."""
+    if sharded.lora is not None:
+        parameters = compat.parameters_of(twin)
+        parameters.update(sharded.lora.with_products(sharded, parameters))
 
 
 def local_twin(module, cls):

@@ -3,6 +3,7 @@
 import base64
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dt
@@ -19,6 +20,8 @@ __all__ = [
     "NAME",
     "rank_and_size",
     "all_gather",
+    "settle",
+    "gathered",
     "model_values",
     "optimizer_values",
     "optimizer_state",
@@ -122,6 +125,20 @@ def _write(tensor, array):
         _local(tensor).copy_(source if kind is None else source.view(tensor.dtype))
 
 
+def settle(module) -> None:
+    """Bring every parameter to where it lies between two steps."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()  # after a forward without backward its parameters may lie here whole
+
+
+def gathered(parameter) -> tuple[str, np.ndarray]:
+    """Dtype and values of a whole parameter, as a checkpoint would hold them, on every rank of its mesh, all of which
+    call this."""
+    whole = parameter.full_tensor() if isinstance(parameter, dt.DTensor) else parameter
+    return DTYPES[whole.dtype], _read(whole)
+
+
 def _plain_name(name):
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
@@ -148,9 +165,8 @@ def model_values(module) -> dict[str, Value]:
         ValueError: a placement, dtype or state that checkpoints do not know, named.
     """
     tensors = {}
+    settle(module)
     for path, child in module.named_modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()  # after a forward without backward its parameters may lie here whole
         if type(child).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(
                 f"{path or 'the module'} has extra state (get_extra_state), which a checkpoint cannot hold"
