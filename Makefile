@@ -46,9 +46,10 @@ $(VENV)/with-test: pyproject.toml | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet --editable '.[test]'
 	touch $@
 
-# TorchTitan beside ours, for the tests that compare: three of its files are loaded, without what it depends on.
+# TorchTitan and PEFT beside ours, for the tests that compare. What they depend on would bring another torch: three files
+# of the one are loaded, and the other needs two packages more.
 $(VENV)/with-peer: | $(VENV)/bin/python
-	$(RUN) -m pip install --quiet --no-deps torchtitan==0.2.2
+	$(RUN) -m pip install --quiet --no-deps torchtitan==0.2.2 peft==0.21.2 accelerate==1.15.0 psutil
 	touch $@
 
 $(VENV)/with-%: platform/%/requirements.txt pyproject.toml | $(VENV)/with-examples

@@ -28,7 +28,7 @@ def run(pool, **arguments):
     "style,backend", [*((style, "aot_eager") for style in STYLES), ("ExpertTensorParallel", "eager")]
 )
 def test_one_graph_serves_all_routings(torch_pool, style, backend):
-    """Nor do two layers need one each. Graphs are made before a backend sees them, so one style stands for all there."""
+    """Nor do two layers need one each. One style stands for all with the other backend, which sees finished graphs."""
     setting = {"style": style, "backend": backend, "wrapping": "compile", "num_kinds": 1}
     for error, graphs, same_loads, _ in run(torch_pool, token_counts=TOKEN_COUNTS, **setting):
         assert error < 1e-12 and same_loads
