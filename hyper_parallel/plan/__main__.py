@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", default="adamw", choices=OPTIMIZERS, help="(default: %(default)s)")
     add("--recompute", default="any", choices=("any", *RECOMPUTE), help="(default: %(default)s)")
     add("--zero", type=int, default=0, choices=(0, 1, 2, 3), help="stage of ZeRO over the replicas (default: 0)")
+    add("--sequence-parallel", action="store_true", help="tokens between layers are cut over tp (MoESequenceParallel)")
     add("--load", metavar="FILE", help="recorded load: JSON with one list of counts per MoE layer")
     add("--zipf", type=float, metavar="S", help="assume that the i-th expert is chosen as often as 1 / i^S")
     add("--limit", type=int, default=12, help="rows of the table (default: %(default)s)")
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             zero=given.zero,
             load=None if given.load is None else read_load(given.load, model.num_experts),
             zipf=given.zipf,
+            sequence_parallel=given.sequence_parallel,
         )
         plans = make_plans(request)
         chosen = find_plan(plans, given.explain) if given.explain else None

@@ -73,7 +73,8 @@ def elementwise_seconds(layer: MoELayer, cluster: Cluster) -> dict[str, float]:
 def dense_flops(model: Model, layer: MoELayer, sequence: int) -> dict[str, int]:
     """Flops forward of one rank: of all layers outside the routed experts, and of the output ("head").
 
-    Attention is causal: a token meets half of its sequence. All tp ranks compute the same, but for shared experts.
+    Attention is causal: a token meets half of its sequence. All tp ranks compute the same, but for shared experts, and
+    for the output under sequence parallel.
     """
     tokens, attention = layer.num_tokens, model.attention
     of_token = 2 * attention.matrix_parameters + 2 * attention.score_width * min(sequence, tokens) // 2
@@ -82,7 +83,7 @@ def dense_flops(model: Model, layer: MoELayer, sequence: int) -> dict[str, int]:
     return {
         "layers": tokens * (of_layers + model.num_moe_layers * of_moe),
         "moe": tokens * model.num_moe_layers * of_moe,
-        "head": tokens * 2 * model.dim * model.vocab_size,
+        "head": layer.own_tokens * 2 * model.dim * model.vocab_size,
     }
 
 

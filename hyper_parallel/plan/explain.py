@@ -57,6 +57,11 @@ def _sizes(request: Request, one: Plan) -> str:
         f"R = T K = {layer.num_tokens} x {model.top_k} = {layer.rows} rows; E/ep = {model.num_experts // one.ep} "
         f"experts of hidden size H/tp = {model.hidden_dim // one.tp} on a rank; D = {model.dim}, b = {layer.itemsize}",
     ]
+    if one.sequence_parallel:
+        lines.append(
+            f"S = T/tp = {layer.own_tokens} tokens that a rank holds between layers; attention is counted as if "
+            "every tp rank computed it for all T, without the exchanges of whatever cuts it"
+        )
     if one.imbalance.time > 1:
         lines.append(
             f"busiest rank: {one.imbalance.time:.2f} times the mean's rows in time, {one.imbalance.memory:.2f} kept"
@@ -97,7 +102,7 @@ def _layer(request: Request, one: Plan) -> str:
     ]
     for one_call in collectives(layer):
         lines.append(
-            f"  {one_call.when:8} {one_call.axis} {one_call.kind:10} {one_call.what:6} {one_call.formula} = "
+            f"  {one_call.when:8} {one_call.axis} {one_call.kind:14} {one_call.what:6} {one_call.formula} = "
             f"{one_call.payload:,} bytes"
         )
     return "\n".join(lines)
@@ -140,6 +145,8 @@ def code(request: Request, one: Plan) -> str:
     axes = AXES_OF.get(one.style, ("ep", "tp"))
     sliced = ", ".join(f'"{axis}"' for axis in axes)
     lines.append(f'parallelize_module(model, mesh[{sliced}], {{"layers.*.moe.experts": {one.style}()}})')
+    if one.sequence_parallel:
+        lines.append('parallelize_module(model, mesh["tp"], {"layers.*.moe": MoESequenceParallel()})')
     if model.shared_hidden_dim and one.tp > 1:
         lines.append('parallelize_module(model, mesh["tp"], {"layers.*.moe.shared_experts": TensorParallel()})')
     if one.recomputes:

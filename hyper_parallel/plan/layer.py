@@ -36,6 +36,7 @@ class MoELayer:
         itemsize: b.
         shared_hidden_dim: hidden size of the shared experts together, split over tp by ``TensorParallel``.
         arriving: rows that arrive at this rank's experts, relative to balanced routing.
+        sequence_parallel: the layer takes and returns its tokens cut over tp (``MoESequenceParallel``).
     """
 
     style: str
@@ -49,6 +50,17 @@ class MoELayer:
     itemsize: int
     shared_hidden_dim: int = 0
     arriving: float = 1.0
+    sequence_parallel: bool = False
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether a tp rank holds a share of the tokens around the layer."""
+        return self.sequence_parallel and self.tp > 1
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens that this rank holds around the layer: T, or T/tp, rounded up."""
+        return -(-self.num_tokens // self.tp) if self.cuts_tokens else self.num_tokens
 
     @property
     def dedups(self) -> bool:
@@ -88,8 +100,8 @@ class Collective:
 
     Attributes:
         axis: "ep" or "tp". when: "forward" or "backward".
-        kind: "all-to-all" or "all-reduce". An all-gather and a reduce-scatter of uneven pieces are all-to-alls.
-        what: "rows", "sums" (of tokens or rows over tp), "scores", "counts" or "ids".
+        kind: "all-to-all", "all-reduce", "all-gather" or "reduce-scatter"; of uneven pieces these two are all-to-alls.
+        what: "rows", "sums" (of tokens or rows over tp), "tokens" (gathered over tp), "scores", "counts" or "ids".
         payload: bytes of the tensor that is handed over, what stays on the rank included.
         formula: how the payload comes about.
     """
@@ -118,11 +130,16 @@ def collectives(layer: MoELayer, bare: bool = False, scores: bool = True) -> tup
     if layer.dedups and not bare:
         found = _dedup(layer)
     elif layer.splits and not bare:
-        return tuple(_split(layer))
+        found = _split(layer)
     else:
         found = _exact(layer, scores) if layer.ep > 1 else []
-    if layer.tp > 1:
-        found += _sums(layer, bare, scores)
+    if layer.cuts_tokens and not bare:
+        found += _tokens(layer)
+    elif layer.tp > 1 and (bare or not layer.splits):
+        found += _sums(layer, bare)
+    if layer.tp > 1 and (not bare or scores) and not (layer.splits and not bare):
+        size = SCORE_BYTES * (layer.arriving_rows if bare else layer.rows)
+        found.append(Collective("tp", "backward", "all-reduce", "scores", size, "4 T K"))
     return tuple(found)
 
 
@@ -154,14 +171,29 @@ def _exact(layer: MoELayer, scores: bool) -> list[Collective]:
     return found
 
 
-def _sums(layer: MoELayer, bare: bool, scores: bool) -> list[Collective]:
+def _sums(layer: MoELayer, bare: bool) -> list[Collective]:
     """One sum over tp each way: of the layer's tokens, or of the rows at bare experts."""
     number, letters = (layer.arriving_rows, "T K D b") if bare else (layer.num_tokens, "T D b")
-    found = _both("tp", "all-reduce", "sums", number * layer.dim * layer.itemsize, letters)
-    if scores or not bare:
-        size = SCORE_BYTES * (layer.arriving_rows if bare else layer.rows)
-        found.append(Collective("tp", "backward", "all-reduce", "scores", size, "4 T K"))
-    return found
+    return _both("tp", "all-reduce", "sums", number * layer.dim * layer.itemsize, letters)
+
+
+def _tokens(layer: MoELayer) -> list[Collective]:
+    """Tokens cut over tp: gathered at the layer's start, sums handed out at its end; backward the other way round.
+
+    A layer that splits its tokens over tp itself hands out its own share, and has a sum for a shared expert only.
+    """
+    share, whole = (n * layer.dim * layer.itemsize for n in (layer.own_tokens, layer.tp * layer.own_tokens))
+    integers = INDEX_BYTES * (2 + FIELDS) * layer.tp
+    found = [Collective("tp", "forward", "all-to-all", "counts", integers, "8 (2 + 4) tp: sizes")]
+    if layer.splits and not layer.shared_hidden_dim:
+        return [*found, Collective("tp", "forward", "all-to-all", "tokens", whole, "T D b: gather")]
+    return [
+        *found,
+        Collective("tp", "forward", "all-gather", "tokens", share, "T/tp D b: gather"),
+        Collective("tp", "forward", "reduce-scatter", "sums", whole, "T D b: sums"),
+        Collective("tp", "backward", "all-gather", "tokens", share, "T/tp D b: gradient of the output"),
+        Collective("tp", "backward", "reduce-scatter", "sums", whole, "T D b: gradient of the input"),
+    ]
 
 
 def _dedup(layer: MoELayer) -> list[Collective]:
@@ -195,10 +227,13 @@ def _split(layer: MoELayer) -> list[Collective]:
     found += _both("tp", "all-to-all", "rows", tp * arrived * of_row, "T K D b: scatter of sums")
     found += _both("tp", "all-to-all", "scores", tp * arrived * SCORE_BYTES, "4 T K")
     tokens = tp * -(-layer.num_tokens // tp)
+    scores = tokens * layer.top_k * SCORE_BYTES
+    found.append(Collective("tp", "backward", "all-to-all", "scores", scores, "4 T K: gradient"))
+    if layer.cuts_tokens:
+        return found
     found += [
         Collective("tp", "forward", "all-to-all", "sums", tokens * of_row, "T D b: output"),
         Collective("tp", "backward", "all-to-all", "sums", tokens * of_row, "T D b: gradient"),
-        Collective("tp", "backward", "all-to-all", "scores", tokens * layer.top_k * SCORE_BYTES, "4 T K: gradient"),
     ]
     if layer.shared_hidden_dim:  # The layer leaves the sum to the style; so the shared expert makes its own.
         size = layer.num_tokens * of_row
@@ -225,6 +260,8 @@ def kept_bytes(layer: MoELayer, bare: bool = False) -> int:
     share = layer.rows // layer.tp if layer.splits else layer.rows
     router = SCORE_BYTES * layer.num_tokens * layer.num_experts + INDEX_BYTES * (layer.rows + layer.num_experts)
     kept = at_experts + gate_and_up + SCORE_BYTES * rows + router + shared_kept_bytes(layer)
+    if layer.cuts_tokens:  # the gathered tokens, which elsewhere are the layer's input
+        kept += layer.num_tokens * layer.dim * b
     if layer.dedups:
         return kept + _kept_for_copies(layer)
     return kept + orders + 2 * INDEX_BYTES * share

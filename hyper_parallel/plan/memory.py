@@ -112,24 +112,26 @@ def activations(model: Model, layer: MoELayer, recompute: str) -> int:
     """Bytes kept between forward and backward. What is recomputed counts once: for one layer at a time.
 
     ``none`` keeps everything; ``moe`` keeps the input of every MoE layer instead of what is inside; ``full`` keeps the
-    input of every layer.
+    input of every layer. Under sequence parallel a rank holds 1/tp of the tokens between layers.
     """
-    T, D, b = layer.num_tokens, model.dim, layer.itemsize
+    T, S, D, b = layer.num_tokens, layer.own_tokens, model.dim, layer.itemsize
     of_moe = kept_bytes(layer)
     of_dense = 3 * T * model.dense_hidden_dim * b if model.num_dense_layers else 0
-    of_attention = attention_kept_bytes(model, T, b)
-    outside = 3 * T * D * b + T * model.vocab_size * (b + 4)  # embedding, last norm, logits and their fp32 softmax
+    of_attention = attention_kept_bytes(model, T, S, b)
+    outside = 3 * S * D * b + S * model.vocab_size * (b + 4)  # embedding, last norm, logits and their fp32 softmax
     if recompute == "full":
-        return outside + model.num_layers * T * D * b + of_attention + max(of_moe, of_dense)
+        return outside + model.num_layers * S * D * b + of_attention + max(of_moe, of_dense)
     moe = of_moe if recompute == "moe" else model.num_moe_layers * of_moe
     return outside + model.num_layers * of_attention + model.num_dense_layers * of_dense + moe
 
 
-def attention_kept_bytes(model: Model, num_tokens: int, itemsize: int) -> int:
-    """Of one layer, without its MLP: the inputs and outputs of two norms, and attention without its scores (flash
-    attention: Dao 2023), which keeps the log of each row's sum in fp32."""
-    of_token = (4 * model.dim + model.attention.kept_width) * itemsize + 4 * model.attention.num_heads
-    return num_tokens * of_token
+def attention_kept_bytes(model: Model, num_tokens: int, own_tokens: int, itemsize: int) -> int:
+    """Of one layer, without its MLP: the inputs and outputs of two norms, of the tokens that a rank holds there, and
+    attention over all tokens without its scores (flash attention: Dao 2023), which keeps the log of each row's sum in
+    fp32."""
+    attention = model.attention
+    of_token = attention.kept_width * itemsize + 4 * attention.num_heads
+    return num_tokens * of_token + own_tokens * 4 * model.dim * itemsize
 
 
 def working_bytes(layer: MoELayer) -> int:

@@ -29,6 +29,7 @@ class Request:
         optimizer: a name in ``OPTIMIZERS``. zero: 0 to 3, see ``memory_of``.
         recompute: "none", "moe", "full", or "any" to compare all three.
         load: recorded counts [layers, E], or None. zipf: exponent of an assumed load, or None.
+        sequence_parallel: tokens between layers are cut over tp, and MoE layers take them so.
     """
 
     model: Model
@@ -42,6 +43,7 @@ class Request:
     zero: int = 0
     load: np.ndarray | None = field(default=None, compare=False)
     zipf: float | None = None
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "tokens", "sequence"):
@@ -72,7 +74,8 @@ class Plan:
         memory: bytes. traffic: bytes by axis, see ``traffic_of``. time: seconds. flops: of the routed experts.
         buffer_sizes: bytes of the communication buffer that each axis' group wants.
         imbalance: rows at the busiest rank relative to the mean.
-        notes: what must be true beside this for the plan to work.
+        notes: what must be true beside this for the plan to work, or what is not counted.
+        sequence_parallel: whether tokens between layers are cut over tp.
     """
 
     dp: int
@@ -88,10 +91,12 @@ class Plan:
     buffer_sizes: dict[str, int]
     imbalance: Imbalance
     notes: tuple[str, ...] = ()
+    sequence_parallel: bool = False
 
     @property
     def name(self) -> str:
-        return f"dp{self.dp} ep{self.ep} tp{self.tp} {self.style}" + f" recompute {self.recompute}" * self.recomputes
+        more = " sequence parallel" * self.sequence_parallel + f" recompute {self.recompute}" * self.recomputes
+        return f"dp{self.dp} ep{self.ep} tp{self.tp} {self.style}{more}"
 
     @property
     def recomputes(self) -> bool:
@@ -118,6 +123,7 @@ class Plan:
             "buffer_sizes": self.buffer_sizes,
             "imbalance": asdict(self.imbalance),
             "notes": list(self.notes),
+            "sequence_parallel": self.sequence_parallel,
         }
 
 
@@ -181,6 +187,7 @@ def layer_for(request: Request, ep: int, tp: int, style: str, arriving: float = 
         itemsize=DTYPES[request.dtype],
         shared_hidden_dim=model.shared_hidden_dim,
         arriving=arriving,
+        sequence_parallel=request.sequence_parallel,
     )
 
 
@@ -217,6 +224,7 @@ def plan(
         buffer_sizes={axis: size for axis, size in buffers.items() if axis != "all"},
         imbalance=busiest[ep],
         notes=_notes(request, layer),
+        sequence_parallel=layer.cuts_tokens,
     )
 
 

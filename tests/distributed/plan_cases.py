@@ -28,8 +28,8 @@ def balanced_routing(context, num_tokens):
         yield
 
 
-def make_layers(context, style, ep, tp, shared, dtype, num_layers=NUM_LAYERS):
-    """Layers on the mesh that the style wants, and the meshes of both axes."""
+def make_layers(context, style, ep, tp, shared, dtype, num_layers=NUM_LAYERS, sequence_parallel=False):
+    """Layers on the mesh that the style wants, their tokens cut over tp or not."""
     hp.set_platform(context.platform)
     style = getattr(hp, style)()
     mesh = mesh_for(context, style, ep, tp)
@@ -39,16 +39,21 @@ def make_layers(context, style, ep, tp, shared, dtype, num_layers=NUM_LAYERS):
         style.apply(layer.experts, mesh)
         if shared and tp > 1:
             hp.TensorParallel().apply(layer.shared_experts, mesh if mesh.ndim == 1 else mesh["tp"])
+        if sequence_parallel:
+            hp.MoESequenceParallel(input_layouts=hp.Shard(0)).apply(layer, mesh if mesh.ndim == 1 else mesh["tp"])
         layers.append(layer)
     return layers
 
 
-def handed_over(context, style, ep, tp, num_tokens, shared=False, dtype="float32", recompute=False):
+def handed_over(
+    context, style, ep, tp, num_tokens, shared=False, dtype="float32", recompute=False, sequence_parallel=False
+):
     """Bytes by (axis, "forward" or "backward", whether they are rows of the model's width) of one call and its
     backward; among point-to-point messages what is sent."""
-    layers = make_layers(context, style, ep, tp, shared, dtype)
+    layers = make_layers(context, style, ep, tp, shared, dtype, sequence_parallel=sequence_parallel)
     adapter = context.framework
-    x = adapter.tensor(np.random.default_rng(context.rank // tp).standard_normal((num_tokens, DIM)), dtype)
+    own = num_tokens // tp if sequence_parallel else num_tokens
+    x = adapter.tensor(np.random.default_rng(context.rank // tp).standard_normal((own, DIM)), dtype)
     forward = Counter()
     with balanced_routing(context, num_tokens), recorded(context) as calls:
 
@@ -129,14 +134,15 @@ def _bytes(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def kept(context, style, ep, tp, num_tokens, shared, dtype):
+def kept(context, style, ep, tp, num_tokens, shared, dtype, sequence_parallel=False):
     """Bytes that the benchmark's counter finds alive after the forward of one layer, without its output."""
     import torch
 
     from tests.benchmark import measures
 
-    (layer,) = make_layers(context, style, ep, tp, shared, dtype, num_layers=1)
-    x = torch.randn(num_tokens, DIM, dtype=getattr(torch, dtype), requires_grad=True)
+    (layer,) = make_layers(context, style, ep, tp, shared, dtype, 1, sequence_parallel)
+    own = num_tokens // tp if sequence_parallel else num_tokens
+    x = torch.randn(own, DIM, dtype=getattr(torch, dtype), requires_grad=True)
     with balanced_routing(context, num_tokens):
         found = measures.memory(_Call(layer, x))["kept"]
     return found - x.numel() * x.element_size()

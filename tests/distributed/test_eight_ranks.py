@@ -21,9 +21,11 @@ def test_one_device(big_pool, ep, tp):
 def test_bytes_of_the_planner(big_pool, style, ep, tp):
     if big_pool.platform != "torch":
         pytest.skip("four ranks of MindSpore are compared in test_plan.py")
-    one = test_plan.planned(8, style, ep, tp)
-    for found in big_pool.run(plan_cases.handed_over, num_tokens=test_plan.TOKENS, style=style, ep=ep, tp=tp):
-        assert test_plan.total(found) == test_plan.total(test_plan.expected(one))
+    for cut in (False, True)[: 1 + (tp > 1)]:
+        one = test_plan.planned(8, style, ep, tp, shared=cut, sequence_parallel=cut)
+        more = {"style": style, "ep": ep, "tp": tp, "shared": cut, "sequence_parallel": cut}
+        for found in big_pool.run(plan_cases.handed_over, num_tokens=test_plan.TOKENS, **more):
+            assert test_plan.total(found) == test_plan.total(test_plan.expected(one))
 
 
 def test_a_training_step(big_pool):

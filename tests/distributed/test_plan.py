@@ -37,9 +37,9 @@ def styles_on(ep, tp):
 ALL = [(style, ep, tp) for ep, tp in MESHES for style in styles_on(ep, tp)]
 
 
-def planned(ranks, style, ep, tp, shared=False, dtype="fp32", recompute="none"):
-    tokens = TOKENS * (ranks // tp)
-    request = Request(model(shared), read_cluster("cpu"), ranks, tokens, TOKENS, dtype=dtype)
+def planned(ranks, style, ep, tp, shared=False, dtype="fp32", recompute="none", sequence_parallel=False):
+    tokens, more = TOKENS * (ranks // tp), {"dtype": dtype, "sequence_parallel": sequence_parallel}
+    request = Request(model(shared), read_cluster("cpu"), ranks, tokens, TOKENS, **more)
     return plan(request, ep, tp, style, recompute)
 
 
@@ -64,12 +64,18 @@ def total(found):
     return {key: size for key, size in summed.items() if size}
 
 
+OVER_TP = [case for case in ALL if case[2] > 1]
+
+
 @pytest.mark.parametrize(
-    "style,ep,tp,shared", [(*case, False) for case in ALL] + [(*case, True) for case in ALL if case[2] > 1]
+    "style,ep,tp,shared,sequence_parallel",
+    [(*case, False, False) for case in ALL]
+    + [(*case, True, False) for case in OVER_TP]
+    + [(*case, shared, True) for case in OVER_TP for shared in (False, True)],
 )
-def test_bytes_on_four_ranks(torch_pool, style, ep, tp, shared):
-    one = planned(4, style, ep, tp, shared)
-    arguments = {"style": style, "ep": ep, "tp": tp, "shared": shared}
+def test_bytes_on_four_ranks(torch_pool, style, ep, tp, shared, sequence_parallel):
+    one = planned(4, style, ep, tp, shared, sequence_parallel=sequence_parallel)
+    arguments = {"style": style, "ep": ep, "tp": tp, "shared": shared, "sequence_parallel": sequence_parallel}
     for found in torch_pool.run(cases.handed_over, num_tokens=TOKENS, **arguments):
         assert total(found) == total(expected(one))
         for when in ("forward", "backward"):
@@ -84,11 +90,13 @@ def test_bytes_in_bfloat16(torch_pool, style):
         assert total(found) == total(expected(one))
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 @pytest.mark.parametrize("style", ["ExpertTensorParallel", "SplitExpertTensorParallel", "DedupExpertTensorParallel"])
-def test_recompute_repeats_all_but_the_last_sum(torch_pool, style, shared):
-    one = planned(4, style, 2, 2, shared, recompute="moe")
+def test_recompute_repeats_all_but_the_last_sum(torch_pool, style, shared, sequence_parallel):
+    one = planned(4, style, 2, 2, shared, recompute="moe", sequence_parallel=sequence_parallel)
     arguments = {"style": style, "ep": 2, "tp": 2, "shared": shared, "recompute": True}
+    arguments["sequence_parallel"] = sequence_parallel
     for found in torch_pool.run(cases.handed_over, num_tokens=TOKENS, **arguments):
         assert total(found) == total(expected(one))
 
@@ -109,10 +117,11 @@ def test_what_mindspore_sends(mindspore_pool, style, ep, tp):
             assert total(found)[key] == whole + (size - whole) * (degree - 1) // degree
 
 
-def test_other_bytes_are_seen(torch_pool):
+@pytest.mark.parametrize("other", [{"style": "SplitExpertTensorParallel"}, {"sequence_parallel": True}])
+def test_other_bytes_are_seen(torch_pool, other):
     """Negative control: another style's plan does not describe what this one hands over."""
     one = planned(4, "ExpertTensorParallel", 2, 2)
-    arguments = {"style": "SplitExpertTensorParallel", "ep": 2, "tp": 2}
+    arguments = {"style": "ExpertTensorParallel", "ep": 2, "tp": 2, **other}
     found = torch_pool.run(cases.handed_over, num_tokens=TOKENS, **arguments)[0]
     assert total(found) != total(expected(one))
 
@@ -156,10 +165,12 @@ def test_parameters_and_states(torch_pool, style, ep, tp, dtype, optimizer):
 
 
 @pytest.mark.parametrize(
-    "style,ep,tp,shared,dtype",
-    [(*case, True, "float32") for case in ALL] + [(style, 2, 2, False, "bfloat16") for style in styles_on(2, 2)],
+    "style,ep,tp,shared,dtype,sequence_parallel",
+    [(*case, True, "float32", False) for case in ALL]
+    + [(style, 2, 2, False, "bfloat16", False) for style in styles_on(2, 2)]
+    + [(*case, case[0] == "TensorParallel", "float32", True) for case in OVER_TP],
 )
-def test_kept_memory(torch_pool, style, ep, tp, shared, dtype):
+def test_kept_memory(torch_pool, style, ep, tp, shared, dtype, sequence_parallel):
     layer = MoELayer(
         style,
         ep,
@@ -171,8 +182,10 @@ def test_kept_memory(torch_pool, style, ep, tp, shared, dtype):
         hidden_dim=cases.HIDDEN,
         itemsize={"float32": 4, "bfloat16": 2}[dtype],
         shared_hidden_dim=cases.HIDDEN if shared else 0,
+        sequence_parallel=sequence_parallel,
     )
     arguments = {"style": style, "ep": ep, "tp": tp, "shared": shared, "dtype": dtype}
+    arguments["sequence_parallel"] = sequence_parallel
     for found in torch_pool.run(cases.kept, num_tokens=TOKENS, **arguments):
         assert found == kept_bytes(layer)
 

@@ -81,6 +81,23 @@ def test_recompute_trades_memory_for_time():
     assert moe.traffic["ep"]["recompute_rows"] == none.traffic["ep"]["forward_rows"]
 
 
+def test_sequence_parallel_by_hand():
+    """A gather and a reduce-scatter put on the links what one sum does; norms and logits are held for 1/tp of T."""
+    whole, cut = (
+        plan(replace(REQUEST, sequence_parallel=given), 8, 2, "ExpertTensorParallel", "none") for given in (False, True)
+    )
+    sizes = 32 * 8 * (2 + 4) * 2  # of each layer: integers for both ranks, half of which leave
+    assert cut.traffic["tp"]["inside"] - whole.traffic["tp"]["inside"] == sizes // 2
+    T, D, b, vocabulary, layers = 2**20 // (4 * 8), 4096, 2, 32000, 32
+    outside = layers * 4 * D * b + 3 * D * b + vocabulary * (b + 4)
+    assert whole.memory.activations - cut.memory.activations == T // 2 * outside - layers * T * D * b
+    assert cut.as_dict()["sequence_parallel"] and not whole.as_dict()["sequence_parallel"]
+    assert "sequence parallel" in cut.name and cut.time.dense < whole.time.dense
+    assert plan(replace(REQUEST, sequence_parallel=True), 8, 1, "ExpertParallel", "none") == plan(
+        REQUEST, 8, 1, "ExpertParallel", "none"
+    )
+
+
 def test_no_legal_plan_is_an_empty_list():
     assert make_plans(replace(REQUEST, tokens=2**20 + 1, ranks=63)) == []
 
