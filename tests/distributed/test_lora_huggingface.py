@@ -18,6 +18,7 @@ BOTH = ("gate_up_proj", "down_proj")
         ("Mixtral", "ExpertTensorParallel", 2, 2, BOTH),
         ("Qwen3Moe", "ExpertTensorParallel", 1, 4, BOTH),
         ("GptOss", "ExpertTensorParallel", 2, 2, BOTH),
+        ("Olmoe", "ExpertTensorParallel", 4, 1, BOTH),
         ("GptOss", "TensorParallel", 1, 4, BOTH),
         ("Qwen3Moe", "ExpertParallel", 4, 1, ("down_proj",)),
         ("Mixtral", "DedupExpertTensorParallel", 2, 2, ("gate_up_proj",)),
@@ -26,7 +27,8 @@ BOTH = ("gate_up_proj", "down_proj")
 )
 def test_models_of_hugging_face(hf_pool, tmp_path, family, style, ep, tp, targets):
     more = {"family": family, "style": style, "ep": ep, "tp": tp, "targets": targets}
-    parity.assert_close(hf_pool.run(cases.trained, folder=tmp_path, **more, time_limit_s=200), LIMIT)
+    limit = LIMIT if family == "Mixtral" else 1e-12  # Mixtral's router takes its softmax in float32
+    parity.assert_close(hf_pool.run(cases.trained, folder=tmp_path, **more, time_limit_s=200), limit)
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
