@@ -1,6 +1,7 @@
 """A checkpoint of whole tensors made from one of slices, and a description of either. Needs no framework."""
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hyper_parallel.checkpoint.saving import PARTS
 from hyper_parallel.checkpoint.tensor_files import Slice, checksum, num_bytes, read_box, write_file
 from hyper_parallel.checkpoint.values import STORED_AS
 
-__all__ = ["consolidate", "describe"]
+__all__ = ["consolidate", "describe", "grouped"]
 
 INDEX = "model/model.safetensors.index.json"
 
@@ -53,7 +54,7 @@ def consolidate(folder: str | Path, out: str | Path, max_file_bytes: int = 5 << 
 
 
 def _write_part(source, target, part, manifest, new, max_file_bytes, advance):
-    groups = _grouped(manifest[part], max_file_bytes)
+    groups = grouped(manifest[part], max_file_bytes)
     entries, weight_map = {}, {}
     for number, names in enumerate(groups, start=1):
         suffix = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
@@ -73,7 +74,7 @@ def _write_part(source, target, part, manifest, new, max_file_bytes, advance):
     return entries
 
 
-def _grouped(entries, max_file_bytes):
+def grouped(entries: Mapping[str, Any], max_file_bytes: int) -> list[list[str]]:
     """Names in lists, the tensors of each at most ``max_file_bytes`` large unless there is only one."""
     groups, size = [], 0
     for name, entry in entries.items():

@@ -25,25 +25,28 @@ def _previous_of(folder):
     return folder.with_name(folder.name + ".previous")
 
 
-def _holds_checkpoint(folder):
-    return (folder / MANIFEST).is_file()
-
-
-def begin(folder: Path, parts: list[str]) -> None:
+def begin(folder: Path, parts: list[str], marker: str = MANIFEST) -> None:
     """Make an empty ``FOLDER.partial`` with these sub-folders; clear away what a save that died has left.
+
+    Args:
+        marker: the file by which a folder of this kind is known.
 
     Raises:
         CheckpointError: the folder exists and holds something else than a checkpoint.
     """
     previous = _previous_of(folder)
-    if not folder.exists() and _holds_checkpoint(previous):
+    if not folder.exists() and (previous / marker).is_file():
         os.rename(previous, folder)
-    if folder.exists() and not _holds_checkpoint(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is no checkpoint; it is not overwritten: choose another folder")
+    holds_other = not folder.is_dir() or (not (folder / marker).is_file() and any(folder.iterdir()))
+    if folder.exists() and holds_other:
+        raise CheckpointError(
+            f"{folder} exists and is no checkpoint: there is no {marker} in it. It is not overwritten: choose another "
+            "folder"
+        )
     for left in (partial_of(folder), previous):
         if left.exists():
             shutil.rmtree(left)
-    for part in parts:
+    for part in parts or [""]:
         (partial_of(folder) / part).mkdir(parents=True)
 
 
@@ -65,19 +68,22 @@ def discard(folder: Path) -> None:
     shutil.rmtree(partial_of(folder), ignore_errors=True)
 
 
-def found(folder: Path) -> Path:
+def found(folder: Path, marker: str = MANIFEST) -> Path:
     """The folder to read: ``FOLDER``, or ``FOLDER.previous`` where a save died while it exchanged the two.
+
+    Args:
+        marker: the file by which a folder of this kind is known.
 
     Raises:
         CheckpointError: there is neither.
     """
     for candidate in (folder, _previous_of(folder)):
-        if _holds_checkpoint(candidate):
+        if (candidate / marker).is_file():
             return candidate
         if candidate.exists():
             break
     raise CheckpointError(
-        f"{folder} holds no checkpoint: there is no {MANIFEST} in it. All ranks must see the folder; "
+        f"{folder} holds no checkpoint: there is no {marker} in it. All ranks must see the folder; "
         "a save that was never waited for leaves none"
     )
 

@@ -15,7 +15,7 @@ from hyper_parallel.checkpoint.rooms import room_of
 from hyper_parallel.checkpoint.tensor_files import num_bytes, read_box
 from hyper_parallel.checkpoint.values import STORED_AS, Value, converted
 
-__all__ = ["load", "read_value"]
+__all__ = ["load", "raise_problems", "read_value"]
 
 
 def load(folder: str | Path, module: Any, optimizer: Any = None, *, random_state: bool = False) -> int | None:
@@ -91,6 +91,8 @@ def _differences(what, values, saved):
     return problems
 
 
+# Bytes that are converted at a time: what conversion needs beside them is small, whatever the tensor's size.
+AT_ONCE = 1 << 20
 NAMES = "build the module that was saved, under the same names; if layers were renamed, rename them back for loading"
 SHAPES = "build the module with the sizes of the checkpoint"
 DTYPES = "cast the module to the checkpoint's dtype before loading, and to another one afterwards"
@@ -114,15 +116,23 @@ def _raise_problems(told, manifest):
         if part == "model" or manifest["optimizer_state"] is not None:
             missing = [name for name in manifest[part] if name not in asked]
             problems += [(f"{what} {name}: in the checkpoint, not here", NAMES) for name in missing]
-    if problems:
-        remedies = dict.fromkeys(remedy for _, remedy in problems)
-        lines = [
-            f"{remedy}:" + "".join(f"\n    {text}" for text in dict.fromkeys(t for t, r in problems if r == remedy))
-            for remedy in remedies
-        ]
-        raise CheckpointError(
-            "the checkpoint does not fit, and nothing was loaded. What to do:\n  " + "\n  ".join(lines)
-        )
+    raise_problems("the checkpoint", problems)
+
+
+def raise_problems(what: str, problems: Sequence[tuple[str, str]], shown: int | None = None) -> None:
+    """Raise one CheckpointError with all problems, each once, under what to do about them.
+
+    Args:
+        what: words for that which does not fit.
+        problems: (problem, remedy). Of those with the same remedy the first ``shown`` are told.
+    """
+    told = []
+    for remedy in dict.fromkeys(remedy for _, remedy in problems):
+        texts = list(dict.fromkeys(text for text, its_remedy in problems if its_remedy == remedy))
+        more = [f"and {len(texts) - shown} more"] if shown is not None and len(texts) > shown else []
+        told.append(f"{remedy}:" + "".join(f"\n    {text}" for text in texts[:shown] + more))
+    if told:
+        raise CheckpointError(f"{what} does not fit, and nothing was loaded. What to do:\n  " + "\n  ".join(told))
 
 
 def _read_all(folder, manifest, source, shown):
@@ -154,7 +164,8 @@ def read_value(
     Args:
         streams: open files by name; those that are missing are opened, and the caller closes all.
         saved_pieces: boxes of the whole tensor as a manifest has them. One may begin before the tensor and end behind
-            it: the tensor is then a part of what is stored. With a "dtype" of its own a piece is converted.
+            it: the tensor is then a part of what is stored. With a "dtype" of its own a piece is converted, with
+            "strides" (in elements) it is stored in another order.
         array: of the part's shape and storage dtype.
 
     Returns:
@@ -176,12 +187,28 @@ def read_value(
             )
             lower = [offset - start for offset, start in zip(offsets, saved["offsets"])]
             # A scalar has no dims to slice; as one of a single element it can be filled like the others.
-            out, whole, lower = (array[inside], saved["shape"], lower) if inside else (array.reshape(1), (1,), (0,))
-            dtype = saved.get("dtype", value.dtype)
-            if dtype == value.dtype:
-                num_read += read_box(stream, saved["start"], whole, lower, out)
-            else:
-                stored = np.empty(out.shape, STORED_AS[dtype])
-                num_read += read_box(stream, saved["start"], whole, lower, stored)
-                out[...] = converted(stored, dtype, value.dtype)
+            out, saved, lower = (array[inside], saved, lower) if inside else (array.reshape(1), {**saved, **ONE}, (0,))
+            num_read += _read_converted(stream, saved, lower, out, value.dtype)
     return num_read
+
+
+ONE = {"shape": (1,), "strides": None}
+
+
+def _read_converted(stream, saved, lower, out, dtype):
+    """Fill ``out``, which is of ``dtype``, with a box of a saved piece; one that is converted is read by parts."""
+    place, strides, stored_as = (saved["start"], saved["shape"], lower), saved.get("strides"), saved.get("dtype", dtype)
+    if stored_as == dtype:
+        return read_box(stream, *place, out, strides)
+    if out.nbytes <= AT_ONCE:
+        stored = np.empty(out.shape, STORED_AS[stored_as])
+        num_read = read_box(stream, *place, stored, strides)
+        out[...] = converted(stored, stored_as, dtype)
+        return num_read
+    dim = next(dim for dim, size in enumerate(out.shape) if size > 1)
+    half = out.shape[dim] // 2
+    low, high = [(slice(None),) * dim + (part,) for part in (slice(half), slice(half, None))]
+    further = [index + half * (dim == place_of) for place_of, index in enumerate(lower)]
+    return _read_converted(stream, saved, lower, out[low], dtype) + _read_converted(
+        stream, saved, further, out[high], dtype
+    )

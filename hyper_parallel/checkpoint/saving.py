@@ -11,8 +11,8 @@ import numpy as np
 
 from hyper_parallel.checkpoint import folders
 from hyper_parallel.checkpoint.agreement import CheckpointError, together
-from hyper_parallel.checkpoint.layout import cover
 from hyper_parallel.checkpoint.manifest import check_files, write_manifest
+from hyper_parallel.checkpoint.planning import described, plan_part
 from hyper_parallel.checkpoint.progress import progress
 from hyper_parallel.checkpoint.rooms import room_of
 from hyper_parallel.checkpoint.tensor_files import Slice, num_bytes, write_file
@@ -125,7 +125,7 @@ def _planned(room, folder, module, optimizer, step, random_state):
         values["optimizer"] = room.optimizer_values(module, optimizer) if optimizer is not None else {}
         state = room.optimizer_state(module, optimizer) if optimizer is not None else None
         return {
-            "held": {part: {name: _described(value) for name, value in values[part].items()} for part in PARTS},
+            "held": {part: {name: described(value) for name, value in values[part].items()} for part in PARTS},
             "optimizer_state": state,
             "random_state": room.random_state() if random_state else None,
             "arguments": [str(folder), step, optimizer is not None, random_state],
@@ -147,10 +147,6 @@ def _planned(room, folder, module, optimizer, step, random_state):
     return _Job(room, folder, plan, files, about)
 
 
-def _described(value):
-    return [value.dtype, value.shape, [[piece.offsets, piece.shape] for piece in value.pieces]]
-
-
 def _plan(told):
     """part -> name -> the manifest's entry, with the writing rank in each piece. The same on every rank.
 
@@ -159,35 +155,7 @@ def _plan(told):
     if len({repr(answer["arguments"]) for answer in told}) > 1:
         raise CheckpointError(f"the ranks ask for different checkpoints: {[answer['arguments'] for answer in told]}")
     load = [0] * len(told)
-    return {part: _plan_part([answer["held"][part] for answer in told], load) for part in PARTS}
-
-
-def _plan_part(held, load):
-    holders: dict[str, dict] = {}
-    kinds: dict[str, tuple] = {}
-    for rank, values in enumerate(held):
-        for name, (dtype, shape, pieces) in values.items():
-            kind = kinds.setdefault(name, (dtype, shape))
-            if kind != (dtype, shape):
-                raise CheckpointError(f"{name} is {kind[0]} {kind[1]} on one rank and {dtype} {shape} on rank {rank}")
-            for offsets, size in pieces:
-                holders.setdefault(name, {}).setdefault((tuple(offsets), tuple(size)), []).append(rank)
-    entries = {}
-    for name, (dtype, shape) in kinds.items():
-        boxes = holders.get(name, {})
-        if not boxes and 0 in shape:  # nothing to hold, but a name and a shape
-            boxes = {((0,) * len(shape), tuple(shape)): [0]}
-        if not cover(shape, list(boxes)):
-            raise CheckpointError(
-                f"the ranks together do not hold all of {name}, or hold it cut in two ways, which cannot be saved"
-            )
-        pieces = []
-        for (offsets, size), ranks in boxes.items():
-            writer = min(ranks, key=lambda rank: (load[rank], rank))
-            load[writer] += num_bytes(dtype, size)
-            pieces.append({"rank": writer, "offsets": list(offsets), "shape": list(size)})
-        entries[name] = {"dtype": dtype, "shape": list(shape), "pieces": pieces}
-    return entries
+    return {part: plan_part([answer["held"][part] for answer in told], load) for part in PARTS}
 
 
 def _files(rank, num_ranks, plan, values):

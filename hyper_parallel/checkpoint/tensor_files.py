@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import numpy as np
 from hyper_parallel.checkpoint.agreement import CheckpointError
 from hyper_parallel.checkpoint.values import STORED_AS
 
-__all__ = ["Slice", "Stored", "num_bytes", "write_file", "read_header", "read_box", "checksum"]
+__all__ = ["Slice", "Stored", "num_bytes", "write_file", "whole_header", "read_header", "read_box", "write_box", "checksum"]
 
 CHUNK = 1 << 20
 # Runs of bytes shorter than this are read in one go with what lies between them: one long read beats many short ones.
@@ -86,15 +86,34 @@ def write_file(path: Path, slices: Sequence[Slice], advance: Callable[[int], Non
 
 def _header(slices):
     offsets = {item.name: {"saved_offsets": list(item.offsets)} for item in slices}
-    described = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    return _encoded({item.name: (item.dtype, item.shape) for item in slices}, metadata)
+
+
+def _encoded(tensors, metadata):
+    described = {"__metadata__": metadata}
     position, starts = 0, {}
-    for item in slices:
-        end = position + num_bytes(item.dtype, item.shape)
-        described[item.name] = {"dtype": item.dtype, "shape": list(item.shape), "data_offsets": [position, end]}
-        starts[item.name], position = position, end
+    for name, (dtype, shape) in tensors.items():
+        end = position + num_bytes(dtype, shape)
+        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        starts[name], position = position, end
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, position, starts
+
+
+def whole_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, int, dict[str, int]]:
+    """The header of a file of whole tensors, as Hugging Face writes it.
+
+    Args:
+        tensors: (dtype, shape) by name.
+
+    Returns:
+        The header, the size of the file, and the position of each tensor's first byte.
+    """
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-STORED_AS[item[1][0]].itemsize, item[0])))
+    header, size, starts = _encoded(ordered, {"format": "pt"})
+    return header, len(header) + size, {name: len(header) + start for name, start in starts.items()}
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -120,34 +139,84 @@ def read_header(path: Path) -> dict[str, Stored]:
     return {name: stored for name, (stored, _) in found.items()}
 
 
-def read_box(stream, start: int, shape: Sequence[int], lower: Sequence[int], out: np.ndarray) -> int:
+def read_box(
+    stream, start: int, shape: Sequence[int], lower: Sequence[int], out: np.ndarray, strides: Sequence[int] | None = None
+) -> int:
     """Read a box of the slice of this shape that begins at byte ``start``, and no more than a window beside it.
 
     Args:
         stream: the file, unbuffered. lower: first index of the box in the slice, one per dim.
         out: array of the box's shape, which is filled.
+        strides: of the slice in the file, in elements; those of its shape unless it is stored in another order.
 
     Returns:
         Number of bytes read.
     """
-    strides = [out.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = start + sum(index * stride for index, stride in zip(lower, strides))
-    return _read(stream, first, strides, out)
+    return _read(stream, *_placed(start, shape, lower, out.itemsize, strides), out)
+
+
+def write_box(
+    stream,
+    start: int,
+    shape: Sequence[int],
+    lower: Sequence[int],
+    values: np.ndarray,
+    strides: Sequence[int] | None = None,
+) -> None:
+    """Write a box of a slice, and not a byte beside it: other processes may write other boxes at the same time.
+
+    Args:
+        as those of ``read_box``.
+    """
+    _write(stream, *_placed(start, shape, lower, values.itemsize, strides), values)
+
+
+def _placed(start, shape, lower, itemsize, strides):
+    """The position of a box's first byte, and its strides in bytes."""
+    strides = strides or [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    strides = [itemsize * stride for stride in strides]
+    return start + sum(index * stride for index, stride in zip(lower, strides)), strides
+
+
+def _write(stream, first, strides, values):
+    if values.size == 0:
+        return
+    if _in_order(values, strides):
+        data = memoryview(values.reshape(-1).view(np.uint8))
+        while len(data):
+            count = os.pwrite(stream.fileno(), data, first)
+            data, first = data[count:], first + count
+        return
+    dim = _outermost(values.shape, strides)
+    for index in range(values.shape[dim]):
+        part = (slice(None),) * dim + (slice(index, index + 1),)
+        _write(stream, first + index * strides[dim], strides, values[part])
+
+
+def _in_order(array, strides):
+    """Whether a box lies in a file as it does in memory, and without gaps in either."""
+    pairs = zip(array.shape, array.strides, strides)
+    return array.flags.c_contiguous and all(size == 1 or here == there for size, here, there in pairs)
+
+
+def _outermost(shape, strides):
+    """The dim in which a box in a file reaches farthest."""
+    return max(range(len(shape)), key=lambda dim: (shape[dim] - 1) * strides[dim])
 
 
 def _read(stream, first, strides, out):
     if out.size == 0:
         return 0
-    span = out.itemsize + sum((size - 1) * stride for size, stride in zip(out.shape, strides))
-    if span == out.nbytes and out.flags.c_contiguous:
+    if _in_order(out, strides):
         _fill(stream, first, memoryview(out.reshape(-1).view(np.uint8)))
-        return span
+        return out.nbytes
+    span = out.itemsize + sum((size - 1) * stride for size, stride in zip(out.shape, strides))
     if span <= WINDOW:
         buffer = bytearray(span)
         _fill(stream, first, memoryview(buffer))
         out[...] = np.ndarray(out.shape, out.dtype, buffer, strides=strides)
         return span
-    dim = next(dim for dim, size in enumerate(out.shape) if size > 1)
+    dim = _outermost(out.shape, strides)
     half = out.shape[dim] // 2
     low, high = [(slice(None),) * dim + (part,) for part in (slice(half), slice(half, None))]
     return _read(stream, first, strides, out[low]) + _read(stream, first + half * strides[dim], strides, out[high])

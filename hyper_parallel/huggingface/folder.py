@@ -8,8 +8,9 @@ from pathlib import Path
 from hyper_parallel.checkpoint.agreement import CheckpointError
 from hyper_parallel.checkpoint.tensor_files import Stored, read_header
 
-__all__ = ["Folder"]
+__all__ = ["CONFIG", "INDEX", "Folder"]
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 
 

@@ -22,10 +22,12 @@ __all__ = [
     "all_gather",
     "settle",
     "gathered",
+    "model_layout",
     "model_values",
     "optimizer_values",
     "optimizer_state",
     "optimizer_to_load",
+    "plain_name",
     "random_state",
     "set_random_state",
 ]
@@ -139,19 +141,20 @@ def gathered(parameter) -> tuple[str, np.ndarray]:
     return DTYPES[whole.dtype], _read(whole)
 
 
-def _plain_name(name):
+def plain_name(name):
+    """A dotted name without what wrappers put into it."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def _parameters(module):
-    return {_plain_name(name): parameter for name, parameter in module.named_parameters()}
+    return {plain_name(name): parameter for name, parameter in module.named_parameters()}
 
 
 def _packed(module):
     """By name, the dim in which a packed weight tells gate from up: checkpoints hold Hugging Face's shape."""
-    return {_plain_name(name): pair for name, pair in packed.pairs(module).items()}
+    return {plain_name(name): pair for name, pair in packed.pairs(module).items()}
 
 
 def _outside(tensor, pair):
@@ -164,6 +167,20 @@ def model_values(module) -> dict[str, Value]:
     Raises:
         ValueError: a placement, dtype or state that checkpoints do not know, named.
     """
+    values = model_layout(module)
+    on_meta = [name for name, tensor in _model_tensors(module).items() if tensor.is_meta]
+    if on_meta:
+        raise ValueError(f"{', '.join(on_meta)} are on the meta device; call module.to_empty(device=...) first")
+    return values
+
+
+def model_layout(module) -> dict[str, Value]:
+    """The same of a module that may be on the meta device: its dtypes, shapes and pieces, not to be read or written."""
+    pairs = _packed(module)
+    return {name: _value(name, _outside(tensor, pairs.get(name))) for name, tensor in _model_tensors(module).items()}
+
+
+def _model_tensors(module):
     tensors = {}
     settle(module)
     for path, child in module.named_modules():
@@ -177,12 +194,8 @@ def model_values(module) -> dict[str, Value]:
         for name, buffer in child.named_buffers(recurse=False):
             if name not in child._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
-                tensors[_plain_name(f"{path}.{name}" if path else name)] = buffer
-    on_meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if on_meta:
-        raise ValueError(f"{', '.join(on_meta)} are on the meta device; call module.to_empty(device=...) first")
-    pairs = _packed(module)
-    return {name: _value(name, _outside(tensor, pairs.get(name))) for name, tensor in tensors.items()}
+                tensors[plain_name(f"{path}.{name}" if path else name)] = buffer
+    return tensors
 
 
 def _optimized(module, optimizer):
