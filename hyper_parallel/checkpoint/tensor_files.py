@@ -21,7 +21,17 @@ import numpy as np
 from hyper_parallel.checkpoint.agreement import CheckpointError
 from hyper_parallel.checkpoint.values import STORED_AS
 
-__all__ = ["Slice", "Stored", "num_bytes", "write_file", "whole_header", "read_header", "read_box", "write_box", "checksum"]
+__all__ = [
+    "Slice",
+    "Stored",
+    "num_bytes",
+    "write_file",
+    "whole_header",
+    "read_header",
+    "read_box",
+    "write_box",
+    "checksum",
+]
 
 CHUNK = 1 << 20
 # Runs of bytes shorter than this are read in one go with what lies between them: one long read beats many short ones.
@@ -140,7 +150,12 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def read_box(
-    stream, start: int, shape: Sequence[int], lower: Sequence[int], out: np.ndarray, strides: Sequence[int] | None = None
+    stream,
+    start: int,
+    shape: Sequence[int],
+    lower: Sequence[int],
+    out: np.ndarray,
+    strides: Sequence[int] | None = None,
 ) -> int:
     """Read a box of the slice of this shape that begins at byte ``start``, and no more than a window beside it.
 

@@ -79,7 +79,9 @@ def chunk(whole: Assembled, parts: int, dim: int) -> list[Assembled]:
     return [
         Assembled(
             _replaced(whole.shape, dim, size),
-            tuple(replace(box, offsets=_replaced(box.offsets, dim, box.offsets[dim] - part * size)) for box in whole.boxes),
+            tuple(
+                replace(box, offsets=_replaced(box.offsets, dim, box.offsets[dim] - part * size)) for box in whole.boxes
+            ),
         )
         for part in range(parts)
     ]

@@ -2,7 +2,8 @@
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,44 +72,82 @@ def load_pretrained(model: Any, folder: str | Path) -> None:
     """
     state, room = rooms_of(model)
     rank, _ = state.rank_and_size()
-    path, source = Path(folder).absolute(), {}
-
-    def look() -> None:
-        source["folder"] = files = Folder(_found(path))
-        source["tensors"] = {name: files.find(name) for name in files.file_of}
-
-    together(state, f"reading the headers in {path}", look)
-    files, tensors = source["folder"], source["tensors"]
+    path = Path(folder).absolute()
+    sources: list[_Source] = []
+    together(state, f"reading the headers in {path}", lambda: sources.append(_look(path)))
+    (source,) = sources
+    matches: list[_Match] = []
 
     def match() -> dict[str, Any]:
-        names, values = room.aliases(model), state.model_layout(model)
-        shapes = {name: values[first].shape for name, first in names.items()}
-        source["made"] = made = room.assemble(model, shapes, {name: stored.shape for name, (_, stored) in tensors.items()})
-        source["pieces"] = pieces = _located(tensors, made.weights)
-        problems = [(problem, MISSING) for _, problem in made.problems]
-        told_of = {names[name] for name in (*pieces, *(target for target, _ in made.problems))}
-        problems += [(f"{name}: missing", MISSING) for name in values if name not in told_of]
-        fitting = _misfits(values, names, made.weights, pieces)
-        problems += fitting or _differing_ties(files.path, values, names, pieces)
-        source["names"] = names
-        return {"problems": problems, "unexpected": made.unexpected}
+        matches.append(found := _matched(state, room, model, source))
+        return {"problems": found.problems, "unexpected": found.made.unexpected}
 
-    told = together(state, "comparing with the folder", match)
-    problems = [tuple(problem) for answer in told for problem in answer["problems"]]
-    unexpected = set.intersection(*(set(answer["unexpected"]) for answer in told))  # a rank may hold a part of the model
-    remedy = f"build the class that was saved ({_architectures(files.path)}), with all of its layers"
-    problems += [(f"{name}: in the folder, not in the model", remedy) for name in tensors if name in unexpected]
-    raise_problems(f"{files.path}", problems, SHOWN)
+    _raise_what_does_not_fit(source, together(state, "comparing with the folder", match))
+    (found,) = matches
     together(state, "giving the model memory", lambda: room.materialise(model))
-    pieces = {source["names"][name]: found for name, found in source["pieces"].items()}
-    together(state, "reading", lambda: _read_all(files.path, pieces, state.model_values(model), shown=rank == 0))
-    room.remember(model, source["made"])
+    where, pieces = source.files.path, {found.names[name]: pieces for name, pieces in found.pieces.items()}
+    together(state, "reading", lambda: _read_all(where, pieces, state.model_values(model), shown=rank == 0))
+    room.remember(model, found.made)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A folder, and the file and place of each of its tensors."""
+
+    files: Folder
+    tensors: dict[str, tuple[str, Stored]]
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A model beside a folder.
+
+    Attributes:
+        names: all names of the model's weights, to the one that stands for the tensor.
+        made: the platform's ``Assembly``. pieces: by the weight's name in the folder.
+        problems: (problem, what to do).
+    """
+
+    names: dict[str, str]
+    made: Any
+    pieces: dict[str, Pieces]
+    problems: list[tuple[str, str]]
+
+
+def _look(path: Path) -> _Source:
+    files = Folder(_found(path))
+    found = {name: files.find(name) for name in files.file_of}
+    return _Source(files, {name: place for name, place in found.items() if place is not None})
+
+
+def _matched(state: Any, room: Any, model: Any, source: _Source) -> _Match:
+    names, values = room.aliases(model), state.model_layout(model)
+    shapes = {name: values[first].shape for name, first in names.items()}
+    made = room.assemble(model, shapes, {name: stored.shape for name, (_, stored) in source.tensors.items()})
+    pieces = _located(source.tensors, made.weights)
+    problems = [(problem, MISSING) for _, problem in made.problems]
+    told_of = {names[name] for name in (*pieces, *(target for target, _ in made.problems))}
+    problems += [(f"{name}: missing", MISSING) for name in values if name not in told_of]
+    misfits = _misfits(values, names, made.weights, pieces)
+    problems += misfits or _differing_ties(source.files.path, values, names, pieces)
+    return _Match(names, made, pieces, problems)
+
+
+def _raise_what_does_not_fit(source: _Source, told: Sequence[Mapping[str, Any]]) -> None:
+    """Raise one error with the problems of all ranks, and with what no rank has a weight for."""
+    path = source.files.path
+    problems = [(text, remedy) for answer in told for text, remedy in answer["problems"]]
+    unexpected = set.intersection(*(set(answer["unexpected"]) for answer in told))
+    remedy = f"build the class that was saved ({_architectures(path)}), with all of its layers"
+    problems += [(f"{name}: in the folder, not in the model", remedy) for name in source.tensors if name in unexpected]
+    raise_problems(str(path), problems, SHOWN)
 
 
 def _found(path: Path) -> Path:
     if not path.exists() and not path.with_name(path.name + ".previous").exists():
         raise CheckpointError(
-            f"{path} is no folder that this rank sees; download the model first: hf download NAME --local-dir {path.name}"
+            f"{path} is no folder that this rank sees; download the model first: hf download NAME --local-dir "
+            f"{path.name}"
         )
     return folders.found(path, CONFIG)
 
@@ -120,9 +159,7 @@ def _architectures(folder: Path) -> str:
         return "architectures in config.json"
 
 
-def _located(
-    tensors: Mapping[str, tuple[str, Stored]], weights: Mapping[str, Assembled]
-) -> dict[str, Pieces]:
+def _located(tensors: Mapping[str, tuple[str, Stored]], weights: Mapping[str, Assembled]) -> dict[str, Pieces]:
     """The bytes that every weight is made of."""
     found: dict[str, Pieces] = {}
     for name, weight in weights.items():
@@ -135,7 +172,10 @@ def _located(
 
 
 def _misfits(
-    values: Mapping[str, Value], names: Mapping[str, str], weights: Mapping[str, Assembled], pieces: Mapping[str, Pieces]
+    values: Mapping[str, Value],
+    names: Mapping[str, str],
+    weights: Mapping[str, Assembled],
+    pieces: Mapping[str, Pieces],
 ) -> list[tuple[str, str]]:
     problems = []
     for name, weight in weights.items():
@@ -194,6 +234,6 @@ def _read_all(folder: Path, pieces: Mapping[str, Pieces], values: Mapping[str, V
     return num_read
 
 
-def _close(streams: Sequence[Any] | Any) -> None:
+def _close(streams: Iterable[Any]) -> None:
     for stream in streams:
         stream.close()

@@ -54,10 +54,10 @@ class _Plan:
 def save_pretrained(model: Any, folder: str | Path, max_file_bytes: int = 5 << 30) -> None:
     """Write a Hugging Face folder of a model, whatever styles and FSDP2 lay it out as; ``from_pretrained`` reads it.
 
-    Every rank of the job calls this with the same arguments; one process without ranks may call it too. Each rank writes
-    the bytes of its own slices into the common files: no rank ever holds a layer's experts, or anything beside one
-    slice of one weight. Tensors have the names that the model was loaded from, and else those of its family on the hub,
-    with experts one by one where the family has them so. Dtypes are those of the model.
+    Every rank of the job calls this with the same arguments; one process without ranks may call it too. Each rank
+    writes the bytes of its own slices into the common files, and holds one slice of one weight at a time beside the
+    model: no rank ever holds a layer's experts. Tensors have the names that the model was loaded from, and else those
+    of its family on the hub, with experts one by one where the family has them so. Dtypes are those of the model.
 
     The folder takes the place of an older one when it is whole, and not before. What else lay in the older one, such as
     a tokenizer, goes along; ``config.json`` is the model's.
@@ -103,9 +103,7 @@ def _planned(room: Any, model: Any, told: list[dict[str, Any]], max_file_bytes: 
     entries = plan_part([answer["held"] for answer in told], [0] * len(told))
     shapes, weights = room.named_as(model, {name: tuple(entry["shape"]) for name, entry in entries.items()})
     dtypes = {box.tensor: entries[name]["dtype"] for name, weight in weights.items() for box in weight.boxes}
-    groups = grouped(
-        {name: {"dtype": dtypes[name], "shape": shape} for name, shape in shapes.items()}, max_file_bytes
-    )
+    groups = grouped({name: {"dtype": dtypes[name], "shape": shape} for name, shape in shapes.items()}, max_file_bytes)
     files = {}
     for number, names in enumerate(groups, start=1):
         suffix = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
@@ -125,9 +123,7 @@ def _make_files(path: Path, partial: Path, plan: _Plan) -> None:
 def _write(partial: Path, plan: _Plan, values: Mapping[str, Value], rank: int) -> None:
     """Write this rank's pieces into the files that hold them."""
     place = {tensor: (name, start) for name, file in plan.files.items() for tensor, start in file.starts.items()}
-    mine = {
-        name: [piece for piece in entry["pieces"] if piece["rank"] == rank] for name, entry in plan.entries.items()
-    }
+    mine = {name: [piece for piece in entry["pieces"] if piece["rank"] == rank] for name, entry in plan.entries.items()}
     total = sum(
         num_bytes(plan.entries[name]["dtype"], piece["shape"]) for name, pieces in mine.items() for piece in pieces
     )
@@ -135,7 +131,9 @@ def _write(partial: Path, plan: _Plan, values: Mapping[str, Value], rank: int) -
     try:
         with progress(f"saving {partial.stem}", total, shown=rank == 0) as advance:
             for name, pieces in mine.items():
-                array = values[name].read() if pieces else None
+                if not pieces:
+                    continue
+                array = values[name].read()
                 for piece in pieces:
                     box = tuple(piece["offsets"]), tuple(piece["shape"])
                     (local,) = (held.local for held in values[name].pieces if (held.offsets, held.shape) == box)

@@ -107,7 +107,9 @@ def _convert(found, converter, target, by_pattern, shapes, tensors):
     """Apply the rule ``converter``: what it makes goes into ``found``."""
     first, *others = converter.target_patterns
     targets = [target, *(target.replace(first, other) for other in others)]
-    absent = [(target, f"{target}: no tensor {pattern}") for pattern in converter.source_patterns if pattern not in by_pattern]
+    absent = [
+        (target, f"{target}: no tensor {pattern}") for pattern in converter.source_patterns if pattern not in by_pattern
+    ]
     if absent:
         found.problems += absent
         return
@@ -152,8 +154,7 @@ def remember(model, assembly: Assembly) -> None:
 
 
 def named_as(model, shapes) -> tuple[dict[str, tuple[int, ...]], dict]:
-    """The tensors in which a model is saved: those of its hub folder, where they are known as boxes of its weights, else
-    its own.
+    """The tensors in which a model is saved: those of its hub folder where they are boxes of its weights, else its own.
 
     Args:
         shapes: of its weights by name.
