@@ -1,0 +1,1 @@
+"""What examples/finetune_hf.py is made of."""
