@@ -1,4 +1,5 @@
 # make demo    train a small MoE language model with ETP and compare it with one device   (PLATFORM=torch|mindspore|both)
+# make finetune    a Hugging Face MoE model on ranks: loaded, trained, killed, resumed on another mesh, exported (Python 3.11 or 3.12)
 # make test    all tests, on both frameworks
 # make quick   the tests that start no ranks: under a minute once the environment is made
 # make test-npu-sim    tests of the Ascend path with CANN stood in for (part of make test)
@@ -16,11 +17,14 @@ RUN := $(VENV)/bin/python
 # Two files of tests at a time: the ranks of one often wait for each other.
 BESIDE_EACH_OTHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick lint docs bench clean
+.PHONY: demo finetune test quick lint docs bench clean
 .SECONDARY:
 
 demo: $(PLATFORMS:%=$(VENV)/with-%)
 	$(RUN) examples/train_moe.py --platform $(PLATFORM)
+
+finetune: $(VENV)/with-torch $(VENV)/with-huggingface
+	$(RUN) examples/finetune_hf.py
 
 test: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-test $(VENV)/with-peer lint
 	HYPER_PARALLEL_TEST_PLATFORMS=torch,mindspore $(RUN) -m pytest $(BESIDE_EACH_OTHER)
@@ -44,6 +48,10 @@ $(VENV)/with-examples: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/with-test: pyproject.toml | $(VENV)/bin/python
 	$(RUN) -m pip install --quiet --editable '.[test]'
+	touch $@
+
+$(VENV)/with-huggingface: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --editable '.[huggingface]'
 	touch $@
 
 # TorchTitan and PEFT beside ours, for the tests that compare. What they depend on would bring another torch: three files

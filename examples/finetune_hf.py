@@ -3,9 +3,9 @@
     python examples/finetune_hf.py
 
 A small Qwen3-MoE is written as a Hugging Face folder. Four ranks read it, each its own slices, and train on the source
-files of the Python standard library; one of them is killed. Four ranks of another mesh, under FSDP2, go on from the last
-checkpoint and export the model as a Hugging Face folder again, which transformers reads and lets write some text. The
-loss curves are laid over that of one device in report.png.
+files of the Python standard library; one of them is killed. Four ranks of another mesh, under FSDP2, go on from the
+last checkpoint and export the model as a Hugging Face folder again, which transformers reads and lets write some text.
+The loss curves are laid over that of one device in report.png.
 
 The ranks are started by this script. One part of it may also be started by hand:
 
@@ -31,7 +31,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description="Train a small Hugging Face MoE model with ETP, and compare it.")
     parser.add_argument("--mesh", type=_mesh, default="1,2,2", help="dp,ep,tp of the ranks that are killed")
     parser.add_argument("--then", type=_mesh, default="2,2,1", help="dp,ep,tp of those that go on from the checkpoint")
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("runs/finetune"), help="folder of the report")
     parser.add_argument("--part", choices=PARTS, help="one run alone, started by its launcher")
     options = parser.parse_args()
@@ -42,8 +42,8 @@ def parse_arguments():
         dp, ep, tp = getattr(options, name)
         if s.num_experts % ep or s.batch % (dp * ep) or 96 % tp:
             parser.error(
-                f"--{name} {dp},{ep},{tp}: ep must divide {s.num_experts} experts, dp * ep the {s.batch} sequences of a "
-                "step, and tp the experts' hidden size, 96"
+                f"--{name} {dp},{ep},{tp}: ep must divide {s.num_experts} experts, dp * ep the {s.batch} sequences of "
+                "a step, and tp the experts' hidden size, 96"
             )
     if importlib.util.find_spec("transformers") is None:
         parser.error("transformers is not installed here; `make finetune` installs it and runs this")
@@ -89,16 +89,16 @@ def _script(run, options):
 def _read_again(options):
     """The held-out loss of the exported model, as transformers reads it, and what it writes."""
     import torch
-    from transformers import AutoModelForCausalLM
-
     from hf_finetune.runs import FINETUNED
+    from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(options.out / FINETUNED).eval()
     ids, targets = map(torch.from_numpy, Text(SETTINGS).held_out_batch())
     prompt = torch.tensor([[CHARACTERS.index(character) for character in PROMPT]])
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten()).item()
-        written = model.generate(prompt, max_new_tokens=SETTINGS.sequence, do_sample=False)[0]
+        torch.manual_seed(SETTINGS.seed)
+        written = model.generate(prompt, max_new_tokens=2 * SETTINGS.sequence, do_sample=True, temperature=0.7)[0]
     return loss, "".join(CHARACTERS[i] if i < len(CHARACTERS) else "?" for i in written.tolist())
 
 

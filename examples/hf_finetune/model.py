@@ -1,7 +1,5 @@
 """A small MoE model of transformers: made once as a Hugging Face folder, and read by every run onto its own mesh."""
 
-import os
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -113,8 +111,3 @@ class Model:
     def close(self):
         if self.mesh is not None:
             dist.destroy_process_group()
-
-    @staticmethod
-    def die():
-        """End this process as a machine that fails does."""
-        os.kill(os.getpid(), 9)

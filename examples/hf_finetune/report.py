@@ -40,9 +40,11 @@ def write_report(curves, reread_loss, text, folder):
     rows = [_row(*curve, loss, d.max()) for curve, loss, d in zip(curves, held_out, differences)]
     rows.append(("exported, read by transformers", "1", "-", "-", "-", f"{reread_loss:.4f}", f"{exported:.1e}"))
     agree = bool(largest < LIMIT)
-    verdict = f"The largest relative difference from one device is {largest:.1e}: {'below' if agree else 'NOT below'} {LIMIT:g}."
+    side = "below" if agree else "NOT below"
+    verdict = f"The largest relative difference from one device is {largest:.1e}: {side} {LIMIT:g}."
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
-    page = f"# A Hugging Face model under ETP\n\n{verdict}\n\n{table}\n\n![loss curves](report.png)\n\n```text\n{text}\n```\n"
+    parts = ("# A Hugging Face model under ETP", verdict, table, "![loss curves](report.png)", f"```text\n{text}\n```")
+    page = "\n\n".join(parts) + "\n"
     (folder / "report.md").write_text(page, encoding="utf-8")
 
     console = Console()
@@ -87,17 +89,9 @@ def _draw(curves, differences, path):
         if not run.one_device:
             lower.plot(steps, difference, **style)
         if run.dies:
-            for axes in (upper, lower):
-                axes.axvline(steps[-1], color=style["color"], linewidth=0.8, linestyle=":")
-            upper.annotate(
-                "killed",
-                (steps[-1], 1),
-                xycoords=("data", "axes fraction"),
-                xytext=(4, -4),
-                textcoords="offset points",
-                va="top",
-                fontsize=9,
-            )
+            _mark((upper, lower), steps[-1], "killed", style["color"], "left")
+        if run.resumes:
+            _mark((upper, lower), steps[0], "resumed", style["color"], "right")
     upper.set_title("Training loss", loc="left", fontweight="bold")
     upper.set_ylabel("nats per character")
     upper.legend(frameon=False, handlelength=3)
@@ -112,3 +106,10 @@ def _draw(curves, differences, path):
         axes.set_axisbelow(True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _mark(panels, step, word, color, side):
+    for axes in panels:
+        axes.axvline(step, color=color, linewidth=0.8, linestyle=":")
+    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top", "ha": side}
+    panels[0].annotate(word, (step, 1), xytext=(4 if side == "left" else -4, -4), fontsize=9, **place)

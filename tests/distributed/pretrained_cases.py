@@ -150,14 +150,14 @@ def any_placements(context, folder):
 
 
 def peaks(context, folder):
-    """Bytes that reading took at its most beside the model, by ours and by whole tensors, and those of the largest
-    slice; per rank."""
+    """Bytes beside the model that reading, writing, and reading by whole tensors took at their most, and those of the
+    largest slice; per rank."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_local_experts": 16, "num_hidden_layers": 2}
     config = transformers.MixtralConfig(**COMMON | sizes)
     torch.manual_seed(0)
     if context.rank == 0:
         one = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        one.save_pretrained(folder, save_original_format=False)
+        one.save_pretrained(f"{folder}/theirs", save_original_format=False)
         del one
     dist.barrier()
 
@@ -168,14 +168,17 @@ def peaks(context, folder):
 
     model, shards, largest = models()
     before = _resident(reset=True)
-    huggingface.load_pretrained(model, folder)
-    ours = _resident() - before - shards
+    huggingface.load_pretrained(model, f"{folder}/theirs")
+    reading = _resident() - before - shards
+    before = _resident(reset=True)
+    huggingface.save_pretrained(model, f"{folder}/saved")
+    writing = _resident() - before
     del model
     other, shards, _ = models()
     before = _resident(reset=True)
     with mock.patch("hyper_parallel.huggingface.loading.read_value", _read_whole_first):
-        huggingface.load_pretrained(other, folder)
-    return ours, _resident() - before - shards, largest
+        huggingface.load_pretrained(other, f"{folder}/theirs")
+    return reading, writing, _resident() - before - shards, largest
 
 
 def _read_whole_first(folder, streams, pieces, value, array):

@@ -53,7 +53,7 @@ def test_under_fsdp2_on_three_meshes(hf_pool, tmp_path):
     for wrong, errors, placements in hf_pool.run(cases.fsdp, folder=str(tmp_path), time_limit_s=100):
         assert wrong == []
         assert max(errors) < LIMIT
-        assert "_StridedShard" in placements or "Shard" in placements
+        assert placements.count("Shard(") == 3, placements  # experts: over dp by FSDP2, over ep and tp by the style
 
 
 def test_dense_weights_in_any_placements(hf_pool, tmp_path):
@@ -63,8 +63,10 @@ def test_dense_weights_in_any_placements(hf_pool, tmp_path):
 
 
 def test_no_rank_holds_more_than_two_slices_beside_its_own(hf_pool, tmp_path):
-    for ours, by_whole_tensors, largest in hf_pool.run(cases.peaks, folder=str(tmp_path), time_limit_s=100):
-        assert ours < 2 * largest < by_whole_tensors
+    for found in hf_pool.run(cases.peaks, folder=str(tmp_path), time_limit_s=100):
+        reading, writing, by_whole_tensors, largest = found
+        assert reading < 2 * largest < by_whole_tensors, found
+        assert writing < 2 * largest, found
 
 
 def test_what_fails_on_one_rank_is_told_on_all_and_leaves_the_folder(hf_pool, tmp_path):

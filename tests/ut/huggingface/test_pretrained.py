@@ -13,6 +13,7 @@ from hyper_parallel import huggingface
 from hyper_parallel.checkpoint import CheckpointError
 from hyper_parallel.huggingface.assembly import chunk, concatenate, missing_members, stack, stored, transpose
 from tests.conftest import require
+from tests.distributed.huggingface_moe_configs import CONFIGS, SIZES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -229,6 +230,29 @@ def test_transformers_saves_what_was_loaded_under_the_same_names(transformers, t
         headers = [json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]) for content in contents]
         assert headers[0].keys() == headers[1].keys()
         assert any(".experts.3.w2." in name for name in headers[0]) == per_expert
+
+
+def test_every_family_of_moe_from_config_goes_through_a_folder(transformers, tmp_path):
+    import torch
+
+    for kind, own in CONFIGS.items():
+        config = transformers.AutoConfig.for_model(kind.split()[0], **SIZES | own)
+        torch.manual_seed(0)
+        one, model = (_built(transformers, config, device) for device in ("cpu", "meta"))
+        one.save_pretrained(tmp_path / "theirs")
+        huggingface.load_pretrained(model, tmp_path / "theirs")
+        assert same(model.state_dict(), one.state_dict()), kind
+        assert same(dict(model.named_buffers()), dict(one.named_buffers())), kind
+        huggingface.save_pretrained(model, tmp_path / "ours")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+        assert same(again.state_dict(), one.state_dict()), kind
+
+
+def _built(transformers, config, device):
+    import torch
+
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 DEATHS = """
