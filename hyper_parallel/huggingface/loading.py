@@ -34,7 +34,7 @@ def rooms_of(model: Any) -> tuple[Any, Any]:
     """What the platform knows of checkpoints, and of models of transformers.
 
     Raises:
-        TypeError: not a model of transformers.
+        TypeError: not a model of transformers. ValueError: one with adapters.
     """
     state = room_of(model)
     path = f"{state.__package__}.pretrained"
@@ -65,7 +65,7 @@ def load_pretrained(model: Any, folder: str | Path) -> None:
         folder: holds ``config.json`` and safetensors files, with an index where there are several.
 
     Raises:
-        TypeError: no model of transformers.
+        TypeError: no model of transformers. ValueError: one with adapters.
         CheckpointError: on every rank: all names that are missing, unexpected or of another shape or dtype, together,
             and a file that is truncated or missing. Nothing was changed then. Also values that are too large for the
             model's dtype, and files that cannot be read any more: the model's weights are then not to be used.

@@ -69,7 +69,7 @@ def save_pretrained(model: Any, folder: str | Path, max_file_bytes: int = 5 << 3
         max_file_bytes: begin a new file, and write an index, rather than let one grow beyond this.
 
     Raises:
-        TypeError: no model of transformers.
+        TypeError: no model of transformers. ValueError: one with adapters.
         CheckpointError: on every rank, what went wrong on any of them. An older folder is still there.
     """
     state, room = rooms_of(model)

@@ -32,7 +32,7 @@ class Assembly:
 
 
 def check(model) -> None:
-    """Raise TypeError for something else than a model of transformers."""
+    """Raise TypeError for something else than a model of transformers, ValueError for one with adapters."""
     try:
         from transformers import PreTrainedModel
     except ImportError as error:
@@ -44,6 +44,13 @@ def check(model) -> None:
         raise TypeError(
             f"expected a PreTrainedModel of transformers, got {type(model).__qualname__}; hyper_parallel.checkpoint "
             "saves and loads any other module"
+        )
+    adapters = [name for name, _ in model.named_parameters() if ".lora_" in f".{name}"]
+    if adapters:
+        raise ValueError(
+            f"the model has adapters ({adapters[0]} and {len(adapters) - 1} more), which no such folder holds: load "
+            "before adding them; before saving, merge_adapters(model), or save them alone by save_adapters "
+            "(hyper_parallel.lora)"
         )
 
 

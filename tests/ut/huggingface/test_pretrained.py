@@ -197,6 +197,11 @@ def test_bad_folders_and_models_are_named(transformers, tmp_path):
     with pytest.raises(CheckpointError, match=r"buffers model.own are on the meta device, no folder holds them"):
         huggingface.load_pretrained(model, tmp_path / "a")
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    model = a_model(transformers)
+    model.model.lora_A_weight = torch.nn.Parameter(torch.empty(2))
+    for action in (huggingface.load_pretrained, huggingface.save_pretrained):
+        with pytest.raises(ValueError, match=r"the model has adapters \(model.lora_A_weight and 0 more\)"):
+            action(model, tmp_path / "a")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("...")
     with pytest.raises(CheckpointError, match=r"other exists and is no checkpoint: there is no config.json in it"):
