@@ -31,7 +31,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description="Train a small Hugging Face MoE model with ETP, and compare it.")
     parser.add_argument("--mesh", type=_mesh, default="1,2,2", help="dp,ep,tp of the ranks that are killed")
     parser.add_argument("--then", type=_mesh, default="2,2,1", help="dp,ep,tp of those that go on from the checkpoint")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--out", type=Path, default=Path("runs/finetune"), help="folder of the report")
     parser.add_argument("--part", choices=PARTS, help="one run alone, started by its launcher")
     options = parser.parse_args()
