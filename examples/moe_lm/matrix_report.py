@@ -16,7 +16,8 @@ __all__ = ["Row", "write_report"]
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 COLOURS = {"torch": "#0072B2", "mindspore": "#D55E00"}
-KINDS = ("losses", "gradients", "weights")
+TITLES = {"losses": "Losses, all steps", "gradients": "Gradients, first step", "weights": "Weights, last step"}
+KINDS = tuple(TITLES)
 LEAST = 1e-9  # shown for what does not differ at all
 
 
@@ -126,23 +127,16 @@ def _draw(reference, others, path):
             differences = [max(LEAST, row.differences(reference)[kind]) for row in found]
             limits = [getattr(row.limits, kind) for row in found]
             panel.scatter(differences, places, s=36, color=COLOURS[platform], label=platform, zorder=3)
-            panel.scatter(limits, places, s=90, color="black", marker="|", label=None if number else "limit", zorder=2)
+            panel.scatter(limits, places, s=90, color="black", marker="|", zorder=2)
         panel.set_xscale("log")
-        panel.set_title(
-            {
-                "losses": "Losses of all steps",
-                "gradients": "Gradients of the first step",
-                "weights": "Weights after the last step",
-            }[kind],
-            loc="left",
-            fontweight="bold",
-        )
+        panel.set_title(TITLES[kind], loc="left", fontweight="bold")
         panel.grid(axis="both", color="0.92")
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("largest relative difference from one device", fontsize=10)
     axes[0][0].set_yticks(range(len(titles)), titles)
     axes[0][0].invert_yaxis()
+    axes[0][-1].scatter([], [], s=90, color="black", marker="|", label="limit")
     axes[0][-1].legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -102,7 +102,7 @@ class Platform(ABC):
         """The ``sharded`` of an earlier ``wrap_forward``, or None."""
 
     def casts_inputs(self, module: Module) -> bool:
-        """Whether something around the module may cast the tensors among its inputs, but nothing within other objects."""
+        """Whether something around the module may cast the tensors among its inputs; it leaves other objects alone."""
         return False
 
     def packed_experts(self) -> Any:
