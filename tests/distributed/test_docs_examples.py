@@ -48,10 +48,9 @@ def test_examples_are_found():
 def test_memory_of_mindspores_operators_grows(tmp_path):
     """The page on it is out of date when this no longer holds."""
     require("mindspore")
-    (code,) = (
-        code for code in python_blocks("docs/performance.md") if code.startswith("# Runs in one MindSpore process.")
-    )
-    for code, expected in ((code, True), (code.replace("product(x, x)", "x * x"), False)):
+    blocks = python_blocks("docs/performance.md")
+    (example,) = (block for block in blocks if block.startswith("# Runs in one MindSpore process."))
+    for code, expected in ((example, True), (example.replace("product(x, x)", "x * x"), False)):
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
         per_product = [float(number) for number in re.findall(r"(-?[\d.]+) KB per product", run.stdout)]
         assert len(per_product) == 3 and (min(per_product) > 0.5) == expected, run.stdout
