@@ -48,7 +48,7 @@ def test_examples_are_found():
 def test_memory_of_mindspores_operators_grows(tmp_path):
     """The page on it is out of date when this no longer holds."""
     require("mindspore")
-    blocks = python_blocks("docs/performance.md")
+    blocks = python_blocks(ROOT / "docs" / "performance.md")
     (example,) = (block for block in blocks if block.startswith("# Runs in one MindSpore process."))
     for code, expected in ((example, True), (example.replace("product(x, x)", "x * x"), False)):
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
