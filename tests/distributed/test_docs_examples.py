@@ -45,6 +45,7 @@ def test_examples_are_found():
     assert len(EXAMPLES) >= 8
 
 
+@pytest.mark.slow
 def test_memory_of_mindspores_operators_grows(tmp_path):
     """The page on it is out of date when this no longer holds."""
     require("mindspore")
