@@ -1,5 +1,6 @@
 # make demo    train a small MoE language model with ETP and compare it with one device   (PLATFORM=torch|mindspore|both)
 # make finetune    a Hugging Face MoE model on ranks: loaded, trained, killed, resumed on another mesh, exported (Python 3.11 or 3.12)
+# make matrix  the same model under many arrangements, each against one device   (PLATFORM as above, RANKS=4|8)
 # make test    all tests, on both frameworks
 # make quick   the tests that start no ranks: under a minute once the environment is made
 # make test-npu-sim    tests of the Ascend path with CANN stood in for (part of make test)
@@ -9,6 +10,7 @@
 # Each makes its own .venv when needed, with the tested releases of platform/<name>/requirements.txt.
 
 PLATFORM ?= both
+RANKS ?= 4
 PLATFORMS := $(if $(filter both,$(PLATFORM)),torch mindspore,$(PLATFORM))
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -17,7 +19,7 @@ RUN := $(VENV)/bin/python
 # Two files of tests at a time: the ranks of one often wait for each other.
 BESIDE_EACH_OTHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo finetune test quick lint docs bench clean
+.PHONY: demo finetune matrix test quick lint docs bench clean
 .SECONDARY:
 
 demo: $(PLATFORMS:%=$(VENV)/with-%)
@@ -25,6 +27,8 @@ demo: $(PLATFORMS:%=$(VENV)/with-%)
 
 finetune: $(VENV)/with-torch $(VENV)/with-huggingface
 	$(RUN) examples/finetune_hf.py
+matrix: $(PLATFORMS:%=$(VENV)/with-%)
+	$(RUN) examples/train_matrix.py --platform $(PLATFORM) --ranks $(RANKS)
 
 test: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-test $(VENV)/with-peer lint
 	HYPER_PARALLEL_TEST_PLATFORMS=torch,mindspore $(RUN) -m pytest $(BESIDE_EACH_OTHER)

@@ -1,18 +1,12 @@
-"""The model in MindSpore, and its training step."""
+"""The model in MindSpore."""
 
-import mindspore as ms
-import mindspore.communication as comm
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
-from mindspore.experimental import optim
-from mindspore.mint import distributed as dist
 
-from hyper_parallel import ExpertTensorParallel, MoE, init_device_mesh, parallelize_module, reduce_gradients
+from hyper_parallel import MoE
+from moe_lm.sequence import Whole
 
-__all__ = ["Trainer"]
-
-# What MindSpore calls a parameter -> what it is called in the file of initial weights.
-TORCH_NAMES = {"embedding_table": "weight", "gamma": "weight", "beta": "bias"}
+__all__ = ["LanguageModel"]
 
 
 class Attention(nn.Cell):
@@ -49,16 +43,21 @@ class Block(nn.Cell):
             bias_update_rate=s.bias_update_rate,
         )
 
-    def construct(self, x):
-        x = x + self.attention(self.attention_norm(x))
+    def construct(self, x, sequence):
+        x = x + sequence.split(self.attention(sequence.gather(self.attention_norm(x))))
         return x + self.moe(self.moe_norm(x))
 
 
 class LanguageModel(nn.Cell):
-    """Characters [batch, sequence] -> logits of the next ones [batch, sequence, vocab]."""
+    """Characters [batch, sequence] -> logits of the next ones [batch, sequence, vocab].
+
+    Attributes:
+        sequence: whether ranks hold parts of the sequence.
+    """
 
     def __init__(self, s):
         super().__init__()
+        self.sequence = Whole(s.sequence)
         self.embedding = nn.Embedding(s.vocab, s.dim)
         self.position = nn.Embedding(s.sequence, s.dim)
         self.blocks = nn.CellList([Block(s) for _ in range(s.num_blocks)])
@@ -66,79 +65,7 @@ class LanguageModel(nn.Cell):
         self.head = nn.Dense(s.dim, s.vocab, has_bias=False)
 
     def construct(self, ids):
-        x = self.embedding(ids) + self.position.embedding_table
+        x = self.embedding(ids) + self.position.embedding_table[self.sequence.positions]
         for block in self.blocks:
-            x = block(x)
+            x = block(x, self.sequence)
         return self.head(self.norm(x))
-
-
-class Trainer:
-    """One rank's model, optimizer and training step; the whole model without a ``mesh_shape``.
-
-    Attributes:
-        rank: of this process. ep_rank, ep_size: its place among the ranks that share out the batch.
-    """
-
-    def __init__(self, settings, weights, mesh_shape=None):
-        ms.set_device("CPU")
-        # On a CPU, waiting for each small operator is several times faster than queueing it.
-        ms.runtime.launch_blocking()
-        if mesh_shape is not None:
-            # msrun's scheduler is one more process that runs this script: it serves the ranks, and ends here.
-            comm.init("mccl")
-        self.tokens, self.rank, self.ep_rank, self.ep_size = settings.tokens, 0, 0, 1
-        self.model = LanguageModel(settings)
-        for name, parameter in self.model.parameters_and_names():
-            *path, last = name.split(".")
-            if parameter.requires_grad:
-                parameter.set_data(Tensor(weights[".".join([*path, TORCH_NAMES.get(last, last)])]))
-        self.ep_mesh = None
-        if mesh_shape is not None:
-            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ep", "tp"))
-            parallelize_module(self.model, mesh, {"blocks.*.moe.experts": ExpertTensorParallel()})
-            self.rank, self.ep_mesh = comm.get_rank(), mesh["ep"]
-            self.ep_rank, self.ep_size = self.ep_mesh.get_local_rank(), self.ep_mesh.size()
-        self.parameters = self.model.trainable_params()
-        self.optimizer = optim.AdamW(
-            self.parameters, settings.learning_rate, settings.betas, settings.epsilon, settings.weight_decay
-        )
-        self.loss_and_gradients = ms.value_and_grad(self._loss, None, self.parameters)
-
-    def step(self, ids, targets):
-        """Train on this rank's sequences.
-
-        Returns:
-            the mean loss, and the rows of each expert [block, expert], both of all ranks' sequences.
-        """
-        loss, gradients = self.loss_and_gradients(Tensor(ids), Tensor(targets))
-        load = Tensor(np.stack([block.moe.tokens_per_expert.asnumpy() for block in self.model.blocks]), ms.float32)
-        # Each rank's loss is its share of the mean over all tokens, so loss, load and gradients add up over ep.
-        loss, load = self._sum_over_ep([loss, load])
-        if self.ep_mesh is not None:
-            gradients = reduce_gradients(self.parameters, self.ep_mesh, gradients)
-        self.optimizer(gradients)
-        for block in self.model.blocks:
-            block.moe.update_expert_bias(self.ep_mesh)
-        return float(loss.asnumpy()), load.asnumpy().astype(np.int64)
-
-    def evaluate(self, ids, targets):
-        """The mean loss of all ranks' sequences."""
-        return float(self._sum_over_ep([self._loss(Tensor(ids), Tensor(targets))])[0].asnumpy())
-
-    def close(self):
-        """Nothing: MindSpore leaves the other ranks when the process ends."""
-
-    def _loss(self, ids, targets):
-        logits = self.model(ids)
-        logits, targets = logits.reshape((-1, logits.shape[-1])), targets.reshape(-1).astype(ms.int32)
-        return ops.cross_entropy(logits, targets, reduction="sum") / self.tokens
-
-    def _sum_over_ep(self, tensors):
-        """The tensors' sums, by one collective."""
-        if self.ep_mesh is None:
-            return tensors
-        # All-reduce works in place, and on MindSpore only on a buffer of its own, not on views.
-        summed = mint.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(summed, group=self.ep_mesh.get_group())
-        pieces = mint.split(summed, [tensor.size for tensor in tensors])
-        return [piece.reshape(tensor.shape) for piece, tensor in zip(pieces, tensors)]

@@ -15,8 +15,8 @@ STEPS_PER_LINE = 10
 class Progress:
     """Shows one run after the other; to be used as a context manager."""
 
-    def __init__(self, steps):
-        self.steps, self.console = steps, Console()
+    def __init__(self, steps, tokens=SETTINGS.tokens):
+        self.steps, self.tokens, self.console = steps, tokens, Console()
         self.bars = rich_progress.Progress(
             rich_progress.TextColumn("{task.description:<24}"),
             rich_progress.BarColumn(30),
@@ -44,7 +44,7 @@ class Progress:
         if "step" not in record:
             return
         self.seconds.append(record["seconds"])
-        tokens_per_second = SETTINGS.tokens * len(self.seconds) / sum(self.seconds)
+        tokens_per_second = self.tokens * len(self.seconds) / sum(self.seconds)
         state = f"loss {record['loss']:.4f}  {tokens_per_second:>8,.0f} tokens/s"
         self.bars.update(self.task, completed=record["step"] + 1, state=state)
         if (record["step"] + 1) % STEPS_PER_LINE == 0 or record["step"] in (0, self.steps - 1):

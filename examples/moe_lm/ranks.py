@@ -129,7 +129,7 @@ def _follow(process, path, title, log):
             for line in lines.splitlines():
                 last_news = time.monotonic()
                 record = json.loads(line)
-                complete = "held_out_loss" in record
+                complete = record.get("last", False)
                 yield record
         if ended or (complete and time.monotonic() - last_news > SECONDS_TO_SHUT_DOWN):
             break

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from hyper_parallel import set_platform
+from moe_lm.arrangements import ONE_DEVICE, Arrangement
 from moe_lm.data import Text
 from moe_lm.progress import Progress
 from moe_lm.settings import SETTINGS
@@ -41,13 +42,15 @@ def train(run, steps, folder):
     """Train on this rank. Rank 0 shows the progress and writes one JSON line per step.
 
     A record holds ``step``, ``loss`` (of all ranks' sequences), ``load`` (rows per block and expert), and ``seconds``.
-    The last line holds ``held_out_loss`` instead.
+    The last line holds ``held_out_loss`` instead, and ``last``.
     """
     set_platform(run.platform)
-    model = importlib.import_module(f"moe_lm.{run.platform}_model")
-    trainer = model.Trainer(SETTINGS, load_initial_weights(folder), None if run.one_device else (run.ep, run.tp))
+    framework = importlib.import_module(f"moe_lm.{run.platform}_training")
+    rank = 0 if run.one_device else framework.join()
+    arrangement = ONE_DEVICE if run.one_device else Arrangement(run.title, ep=run.ep, tp=run.tp)
+    trainer = framework.Trainer(SETTINGS, load_initial_weights(folder), arrangement)
     text = Text(SETTINGS)
-    if trainer.rank == 0:
+    if rank == 0:
         with Progress(steps) as progress, open(folder / f"{run.name}.jsonl", "w", encoding="utf-8") as file:
             progress.start(run.title)
             for record in _records(trainer, text, steps):
@@ -57,16 +60,13 @@ def train(run, steps, folder):
     else:
         for _ in _records(trainer, text, steps):
             pass
-    trainer.close()
+    if not run.one_device:
+        framework.leave()
 
 
 def _records(trainer, text, steps):
-    # The ranks of one ep coordinate see the same sequences, those of different ones share out the batch.
-    def own(sequences):
-        return [part.reshape(trainer.ep_size, -1, part.shape[1])[trainer.ep_rank] for part in sequences]
-
     for step in range(steps):
         start = time.perf_counter()
-        loss, load = trainer.step(*own(text.batch(step)))
+        loss, load = trainer.step(*text.batch(step))
         yield {"step": step, "loss": loss, "load": load.tolist(), "seconds": time.perf_counter() - start}
-    yield {"held_out_loss": trainer.evaluate(*own(text.held_out_batch()))}
+    yield {"held_out_loss": trainer.evaluate(*text.held_out_batch()), "last": True}

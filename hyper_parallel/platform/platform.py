@@ -101,6 +101,10 @@ class Platform(ABC):
     def sharded(self, module: Module) -> Any:
         """The ``sharded`` of an earlier ``wrap_forward``, or None."""
 
+    def casts_inputs(self, module: Module) -> bool:
+        """Whether something around the module may cast the tensors among its inputs; it leaves other objects alone."""
+        return False
+
     def packed_experts(self) -> Any:
         """The verbs of experts with packed weights (``core.expert_parallel.packed``), or None where there are none:
 

@@ -5,6 +5,8 @@ others on ranks of a pool that find what a launcher gives them.
 import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,18 @@ def run_example(context, script, folder):
 def test_examples_are_found():
     assert {platform for platform, _ in EXAMPLES.values()} == {"torch", "mindspore"}
     assert len(EXAMPLES) >= 8
+
+
+@pytest.mark.slow
+def test_memory_of_mindspores_operators_grows(tmp_path):
+    """The page on it is out of date when this no longer holds."""
+    require("mindspore")
+    blocks = python_blocks(ROOT / "docs" / "performance.md")
+    (example,) = (block for block in blocks if block.startswith("# Runs in one MindSpore process."))
+    for code, expected in ((example, True), (example.replace("product(x, x)", "x * x"), False)):
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+        per_product = [float(number) for number in re.findall(r"(-?[\d.]+) KB per product", run.stdout)]
+        assert len(per_product) == 3 and (min(per_product) > 0.5) == expected, run.stdout
 
 
 @pytest.mark.ranks

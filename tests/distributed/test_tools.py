@@ -55,8 +55,12 @@ def test_data_parallel(torch_pool):
 
 
 def test_scores_under_fsdps_mixed_precision(torch_pool):
-    """They stay fp32 if FSDP2 does not cast the experts' inputs; with its default they do not."""
-    low = "torch.bfloat16"
-    for cast, of_scores in ((False, "torch.float32"), (True, low)):
-        for rows, _, scores in torch_pool.run(cases.dtypes_under_fsdp, cast=cast):
-            assert (rows, scores) == (low, of_scores)
+    """They stay fp32 with and without FSDP2's cast of the experts' inputs, to the same gradient of the router."""
+    low, full = "torch.bfloat16", "torch.float32"
+    plain, cast, rounded = (
+        torch_pool.run(cases.scores_under_fsdp, **how)
+        for how in ({"cast": False}, {"cast": True}, {"cast": True, "known": False})
+    )
+    for (seen, expected), (of_cast, gradient), (of_rounded, other) in zip(plain, cast, rounded):
+        assert seen == of_cast == [low, low, full] and of_rounded == [low] * 3
+        assert (gradient == expected).all() and (other != expected).any() and abs(expected).max() > 0.1

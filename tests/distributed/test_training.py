@@ -97,6 +97,14 @@ def test_what_mindspore_steps_refuse(mindspore_pool):
             assert "hyper_parallel runs in MindSpore's PyNative mode" in said[name], (name, said[name])
 
 
+def test_a_whole_checkpoint_is_refused_by_shards(mindspore_pool):
+    """Before anything of it is loaded."""
+    for found in mindspore_pool.run(CASES["mindspore"].whole_checkpoint):
+        for name, (said, changed) in found.items():
+            assert "moe.experts.w1 is a shard of shape (2, 8, 8), got values of shape (4, 16, 8)" in said, (name, said)
+            assert changed == 0, name
+
+
 def test_recompute_before_the_style(mindspore_pool):
     for errors in mindspore_pool.run(CASES["mindspore"].recomputed_before, time_limit_s=120):
         assert all(error < 1e-5 and counted == 24 for error, counted in errors.values()), errors

@@ -1,6 +1,7 @@
 """What people put around a sharded layer on torch: each tool against one device, or what it raises."""
 
 import copy
+from unittest import mock
 
 import torch
 import torch.nn.utils.parametrize as parametrize
@@ -13,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import hyper_parallel as hp
 from tests.distributed.refusal_cases import message_of
-from tests.harness.setting import whole_mesh
+from tests.harness.setting import get_platform_class, whole_mesh
 
 DIM, HIDDEN_DIM, NUM_EXPERTS, STEPS = 16, 32, 4, 2
 PLAN = {"experts": hp.ExpertTensorParallel(), "shared_experts": hp.TensorParallel()}
@@ -218,18 +219,24 @@ def replicated(context):
     }
 
 
-def dtypes_under_fsdp(context, cast):
-    """Of rows, weights and scores that experts see under FSDP2's mixed precision."""
+def scores_under_fsdp(context, cast, known=True):
+    """Dtypes of rows, weights and scores within the experts under FSDP2's mixed precision, with and without its cast of
+    their inputs, and the gradient of the router's gate. ``known=False`` leaves the scores to FSDP2."""
     layer, _, mesh = two_layers(context, shared=0, tp=1)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     of_experts = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=cast)
     layer.float()
     everyone = hp.init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("all",))
-    seen = []
-    layer.experts.register_forward_pre_hook(
-        lambda module, inputs: seen.extend(str(value.dtype) for value in (inputs[0], module.w1, inputs[2]))
-    )
+    platform, seen = get_platform_class("torch"), []
+    run, casts = platform.swiglu_experts, platform.casts_inputs if known else lambda self, module: False
+
+    def watched(self, x, w1, w2, w3, counts, scores):
+        seen.extend(str(value.dtype) for value in (x, w1, scores))
+        return run(self, x, w1, w2, w3, counts, scores)
+
     fully_shard(layer.experts, mesh=mesh["dp"], mp_policy=of_experts)
     fully_shard(layer, mesh=everyone, mp_policy=policy)
-    layer(tokens(0).float()).float().square().sum().backward()
-    return seen
+    with mock.patch.multiple(platform, swiglu_experts=watched, casts_inputs=casts):
+        y = layer(tokens(context.rank).float())
+        y.float().square().sum().backward()
+    return seen, layer.router.gate.weight.grad.full_tensor().numpy()

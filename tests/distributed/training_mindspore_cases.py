@@ -242,6 +242,28 @@ def refused_steps(context):
     return {name: message_of(trial) for name, trial in trials.items()}
 
 
+def whole_checkpoint(context):
+    """What each way of loading a whole checkpoint into shards says, and how many parameters it has changed."""
+    _, model, whole, _ = prepare(context, 2, 2)
+    for parameter in whole.get_parameters():
+        parameter.set_data(parameter + 1)
+    path = os.path.join(tempfile.mkdtemp(), "whole.ckpt")
+    ms.save_checkpoint(whole, path)
+    trials = {
+        "load_param_into_net": lambda: ms.load_param_into_net(model, ms.load_checkpoint(path)),
+        "strict": lambda: ms.load_param_into_net(model, ms.load_checkpoint(path), strict_load=True),
+        "set_data": lambda: model.moe.experts.w1.set_data(Tensor(whole.moe.experts.w1)),
+        "assign_value": lambda: model.moe.experts.w1.assign_value(Tensor(whole.moe.experts.w1)),
+        "load_checkpoint": lambda: ms.load_checkpoint(path, model),
+    }
+    found, before = {}, arrays([p.copy() for p in model.get_parameters()])
+    for name, trial in trials.items():
+        said = message_of(trial)
+        changed = sum(not np.array_equal(*pair) for pair in zip(before, arrays(model.get_parameters()), strict=True))
+        found[name] = said, changed
+    return found
+
+
 def recomputed_before(context):
     """Errors of all gradients with ``recompute`` called before the styles are applied: on the layer, on its experts, on
     a cell around both, and with a plan or ``apply`` alone."""

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from hyper_parallel.core.expert_parallel.checks import check_output, check_tokens
 from hyper_parallel.core.expert_parallel.exchange import Exchange, Places, Routing, RowsExchange
-from hyper_parallel.core.expert_parallel.sharded import Caller, ShardedExperts
+from hyper_parallel.core.expert_parallel.sharded import Caller, Kept, ShardedExperts
 from hyper_parallel.core.expert_parallel.tokens import COMPLETE_OVER, TokenLayout, Tokens
 from hyper_parallel.core.types import Group, Module, Tensor
 from hyper_parallel.platform.platform import Platform
@@ -235,7 +235,8 @@ class Setting:
             )
 
         def call(rows: Tensor, counts: Tensor, scores: Tensor | None) -> Tensor:
-            return experts(rows, counts, scores, Caller.MOE_LAYER)
+            kept = Kept(scores) if scores is not None and platform.casts_inputs(experts) else scores
+            return experts(rows, counts, kept, Caller.MOE_LAYER)
 
         group = None if sharded.exchange.sums_over_tp else sharded.tp_group
         shared = None if moe.shared_experts is None else platform.sharded(moe.shared_experts)

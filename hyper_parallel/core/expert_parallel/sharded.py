@@ -36,7 +36,7 @@ from hyper_parallel.core.expert_parallel.lora import Lora
 from hyper_parallel.core.types import Mesh, Module, Tensor
 from hyper_parallel.platform.platform import Platform
 
-__all__ = ["DEBUG_VARIABLE", "Caller", "Sharded", "ShardedExperts", "ShardedFeedForward", "debugging"]
+__all__ = ["DEBUG_VARIABLE", "Caller", "Kept", "Sharded", "ShardedExperts", "ShardedFeedForward", "debugging"]
 
 logger = logging.getLogger("hyper_parallel")
 
@@ -53,6 +53,14 @@ class Caller(Enum):
 
     # Rows are those of this rank's experts, counts are over them, and outputs may stay terms of the sum over tp.
     MOE_LAYER = "the MoE layer around the module"
+
+
+class Kept:
+    """A tensor among the inputs of the layer's call that must arrive in its own dtype, where what is wrapped around the
+    module casts the tensors among its inputs. It would find them in tuples, dicts and dataclasses too; this is none."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ class Sharded:
             if self.lora is not None:
                 local_forward = self.lora.around(self, mod, local_forward)
             if inputs and inputs[-1] is Caller.MOE_LAYER:
-                return self.local(local_forward, *inputs[:-1])
+                return self.local(local_forward, *(x.tensor if isinstance(x, Kept) else x for x in inputs[:-1]))
             self._check_arguments(inputs, keywords)
             return self.whole(mod, local_forward, *inputs, **keywords)
 

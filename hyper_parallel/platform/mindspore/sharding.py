@@ -11,6 +11,7 @@ from hyper_parallel.platform.mindspore.rows import copied
 __all__ = [
     "ShardedParameter",
     "add_parameter",
+    "check_loading",
     "distribute",
     "shard_parameter",
     "wrap_construct",
@@ -59,12 +60,13 @@ class ShardedParameter(Parameter, Tensor):
         Raises:
             ValueError: data of another shape, such as the whole weight.
         """
-        if tuple(data.shape) != tuple(self.shape):
-            raise ValueError(
-                f"{self.name} is a shard of shape {tuple(self.shape)}, got values of shape {tuple(data.shape)}; load "
-                "whole weights before the style is applied, or give this rank's part of them"
-            )
+        _check_shape(self, data)
         return super().set_data(data, slice_shape)
+
+    def assign_value(self, value):
+        """As :meth:`set_data`."""
+        _check_shape(self, value)
+        return super().assign_value(value)
 
     @property
     def main_grad(self):
@@ -81,6 +83,22 @@ class ShardedParameter(Parameter, Tensor):
     def __deepcopy__(self, memo):
         copy = copied(Tensor(self))
         return ShardedParameter.of(copy, self.name, self.requires_grad, self.device_mesh, self.placements)
+
+
+def _check_shape(shard, values):
+    if tuple(values.shape) != tuple(shard.shape):
+        raise ValueError(
+            f"{shard.name} is a shard of shape {tuple(shard.shape)}, got values of shape {tuple(values.shape)}; load "
+            "whole weights before the style is applied, or give this rank's part of them"
+        )
+
+
+def check_loading(net, parameters):
+    """Raise ``ValueError`` before MindSpore loads ``parameters``, by name, of which one does not fit a shard."""
+    for _, parameter in net.parameters_and_names():
+        value = parameters.get(parameter.name)
+        if isinstance(parameter, ShardedParameter) and isinstance(value, Tensor):
+            _check_shape(parameter, value)
 
 
 def distribute(tensor, device_mesh, placements, name="tensor", requires_grad=False):

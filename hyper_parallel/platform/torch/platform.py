@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.tensor as dt
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.platform import Platform
@@ -57,6 +58,9 @@ class TorchPlatform(Platform):
 
     def sharded(self, module):
         return sharding.sharded_of(module)
+
+    def casts_inputs(self, module):
+        return isinstance(module, FSDPModule)
 
     def packed_experts(self):
         from hyper_parallel.platform.torch import packed
