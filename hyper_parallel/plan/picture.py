@@ -97,7 +97,8 @@ def _map(axes: Any, request: Request, plans: Sequence[Plan]) -> None:
         axis.set_minor_formatter("{x:g}")
         axis.set_tick_params(which="minor", labelsize=7)
     axes.margins(y=0.12)
-    axes.legend(fontsize=7)
+    # Beside the points, which lie anywhere.
+    axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11))
     axes.grid(alpha=0.3, which="both")
 
 
