@@ -91,4 +91,4 @@ def _records(run, model, text, steps, folder):
             os.kill(os.getpid(), signal.SIGKILL)  # as a machine that fails ends it
     if run.resumes:
         huggingface.save_pretrained(model.model, folder / FINETUNED)
-    yield {"held_out_loss": model.evaluate(*text.held_out_batch())}
+    yield {"held_out_loss": model.evaluate(*text.held_out_batch()), "last": True}
