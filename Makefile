@@ -2,7 +2,7 @@
 # make finetune    a Hugging Face MoE model on ranks: loaded, trained, killed, resumed on another mesh, exported (Python 3.11 or 3.12)
 # make matrix  the same model under many arrangements, each against one device   (PLATFORM as above, RANKS=4|8)
 # make test    all tests, on both frameworks
-# make quick   the tests that start no ranks: under a minute once the environment is made
+# make quick   the tests that start no ranks: about a minute once the environment is made
 # make test-npu-sim    tests of the Ascend path with CANN stood in for (part of make test)
 # make lint    style, format and types (part of make test)
 # make docs    the documents and the reference as a site, build/docs/index.html
@@ -35,7 +35,7 @@ test: $(VENV)/with-torch $(VENV)/with-mindspore $(VENV)/with-test $(VENV)/with-p
 	$(MAKE) test-npu-sim
 
 quick: $(PLATFORMS:%=$(VENV)/with-%) $(VENV)/with-test
-	$(RUN) -m pytest -m "not ranks and not slow"
+	$(RUN) -m pytest -m "not ranks and not slow" $(BESIDE_EACH_OTHER)
 
 lint: $(VENV)/with-test
 	$(RUN) -m ruff check .

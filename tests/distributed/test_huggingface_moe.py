@@ -70,6 +70,7 @@ def test_other_dtypes(pool, folders):
         assert same and changed > 100
 
 
+@pytest.mark.slow
 def test_every_family_is_compared_and_has_the_defaults_of_transformers(folders):
     assert {name.split()[0] for name in CONFIGS} == set(FAMILIES)
     defaults = json.loads((folders / "defaults.json").read_text())

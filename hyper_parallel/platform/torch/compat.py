@@ -99,7 +99,7 @@ def as_dtensor_class(cls: type, tensor: dt.DTensor) -> dt.DTensor:
 
 def default_device() -> torch.device:
     """The device on which the default group's collectives take tensors."""
-    return torch.device(dist.distributed_c10d._get_pg_default_device())
+    return torch.device(dist.distributed_c10d._get_object_coll_device())
 
 
 def default_time_limit(device_type: str) -> timedelta:
