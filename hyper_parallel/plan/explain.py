@@ -152,6 +152,12 @@ def code(request: Request, one: Plan) -> str:
     if one.recomputes:
         what = "every MoE layer" if one.recompute == "moe" else "every layer"
         lines.append(f"# Recompute {what}, for example by torch.utils.checkpoint or MindSpore's recompute.")
-    if one.dp * one.ep > 1:
+    if one.sequence_parallel:
+        lines += [
+            '# After backward: reduce_gradients over mesh["dp", "ep", "tp"] for what sees 1/tp of the tokens: norms,',
+            '# embedding, output; over mesh["dp", "ep"] for MoE layers, for attention that every tp rank computes for',
+            "# all tokens, and for norms under torch's SequenceParallel, DTensors that sum over tp themselves.",
+        ]
+    elif one.dp * one.ep > 1:
         lines.append("# After backward: sum experts' gradients over dp, all others over dp and ep; none over tp.")
     return "Code\n" + "\n".join(f"  {line}" for line in lines)

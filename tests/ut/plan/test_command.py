@@ -64,6 +64,15 @@ def test_explain_fills_the_formulas_in(given, capsys):
     assert f"= {tokens} tokens" in out and "32 x 1 x 3 x 4096 x 7168 = 2,818,572,288 parameters" in out
     assert f"T K D b: dispatch = {tokens * 2 * 4096 * 2:,} bytes" in out
     assert 'mesh["ep", "tp"]' in out and "(4, 8, 2)" in out and "HCCL_BUFFSIZE=512" in out
+    assert "none over tp" in out
+
+
+@pytest.mark.parametrize("name", ["ep8tp2 etp none", "ep1tp64 tp none"])
+def test_explain_sums_over_tp_what_sees_a_part_of_the_tokens(given, capsys, name):
+    assert main([*given, "--sequence-parallel", "--explain", name]) == 0
+    out = capsys.readouterr().out
+    assert 'over mesh["dp", "ep", "tp"] for what sees 1/tp of the tokens' in out and "none over tp" not in out
+    assert '{"layers.*.moe": MoESequenceParallel()}' in out
 
 
 @pytest.mark.parametrize(
