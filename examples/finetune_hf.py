@@ -14,13 +14,12 @@ The ranks are started by this script. One part of it may also be started by hand
 
 import argparse
 import importlib.util
-import signal
 import sys
 from pathlib import Path
 
 from moe_lm.data import CHARACTERS, Text
 from moe_lm.progress import Progress
-from moe_lm.ranks import RunFailed, end_with_launcher, start_and_follow
+from moe_lm.ranks import RunFailed, end_with_launcher, ended_in_order, start_and_follow
 from moe_lm.settings import SETTINGS
 
 PROMPT = "def read(self):\n"
@@ -110,15 +109,7 @@ def main():
 
         end_with_launcher()
         return train(runs_of(options.mesh, options.then)[options.part], options.steps, options.out)
-    # So that a run is ended in order, too, when this process is asked to end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        return run_all(options)
-    except RunFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    return ended_in_order(lambda: run_all(options))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ matrix.png, and the exit code is 1 when an arrangement is out of its limits. Ran
 
 import argparse
 import importlib.util
-import signal
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from moe_lm.arrangements import arrangements
 from moe_lm.matrix import SMALLER, Start, forget_reference, joined, train_under, write_records
 from moe_lm.matrix_report import Row, write_report
 from moe_lm.progress import Progress
-from moe_lm.ranks import RunFailed, end_with_launcher, keep_to_one_core, start_and_follow
+from moe_lm.ranks import end_with_launcher, ended_in_order, keep_to_one_core, start_and_follow
 from moe_lm.weights import save_initial_weights
 
 
@@ -99,15 +98,7 @@ def main():
     options.out.mkdir(parents=True, exist_ok=True)
     if options.ranks_here:
         return train_here(options)
-    # So that a start is ended in order, too, when this process is asked to end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        return train_and_compare(options)
-    except RunFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    return ended_in_order(lambda: train_and_compare(options))
 
 
 if __name__ == "__main__":

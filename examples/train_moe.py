@@ -15,13 +15,12 @@ Ranks are started by this script. They may also be started by hand, for training
 
 import argparse
 import importlib.util
-import signal
 import sys
 import time
 from pathlib import Path
 
 from moe_lm.progress import Progress
-from moe_lm.ranks import RunFailed, end_with_launcher, keep_to_one_core, launched_platform, start_and_follow
+from moe_lm.ranks import end_with_launcher, ended_in_order, keep_to_one_core, launched_platform, start_and_follow
 from moe_lm.report import Curve, write_report
 from moe_lm.settings import SETTINGS
 from moe_lm.training import Run, train
@@ -94,15 +93,7 @@ def main():
     options.out.mkdir(parents=True, exist_ok=True)
     if options.one_device or launched_platform():
         return train_here(options)
-    # So that a run is ended in order, too, when this process is asked to end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        return train_and_compare(options)
-    except RunFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    return ended_in_order(lambda: train_and_compare(options))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 import matplotlib
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from moe_lm.tables import markdown_table, show_table, show_verdict
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -42,21 +41,14 @@ def write_report(curves, reread_loss, text, folder):
     agree = bool(largest < LIMIT)
     side = "below" if agree else "NOT below"
     verdict = f"The largest relative difference from one device is {largest:.1e}: {side} {LIMIT:g}."
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
+    table = markdown_table(header, rows)
     parts = ("# A Hugging Face model under ETP", verdict, table, "![loss curves](report.png)", f"```text\n{text}\n```")
     page = "\n\n".join(parts) + "\n"
     (folder / "report.md").write_text(page, encoding="utf-8")
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 130
-    shown = Table(*header)
-    for row in rows:
-        shown.add_row(*row)
-    console.print(shown)
+    console = show_table(header, rows, width=130)
     console.print("model.generate:", repr(text), highlight=False)
-    console.print(verdict, style="green" if agree else "bold red", highlight=False)
-    console.print(f"Report: {folder / 'report.png'} and {folder / 'report.md'}", highlight=False, soft_wrap=True)
+    show_verdict(console, verdict, agree, folder / "report.png", folder / "report.md")
     return agree
 
 

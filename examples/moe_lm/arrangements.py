@@ -1,6 +1,7 @@
 """The arrangements of ``train_matrix.py``: how one model lies on the ranks, and how its step is made."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import hyper_parallel as hp
 
@@ -52,6 +53,10 @@ class Arrangement:
     def limits(self):
         return HALF if self.half else FP32
 
+    def mesh(self):
+        """The mesh of all ranks, one object for all arrangements of these sizes; None on one device."""
+        return None if self.style is None else _mesh(self.dp, self.ep, self.tp)
+
     def plan(self):
         """Styles by the patterns of the modules that they are for."""
         plan = {"blocks.*.moe.experts": getattr(hp, self.style)()}
@@ -60,6 +65,11 @@ class Arrangement:
         if self.sequence_parallel:
             plan["blocks.*.moe"] = hp.MoESequenceParallel()
         return plan
+
+
+@cache
+def _mesh(dp, ep, tp):
+    return hp.init_device_mesh("cpu", (dp, ep, tp), mesh_dim_names=("dp", "ep", "tp"))
 
 
 ONE_DEVICE = Arrangement("one device", style=None)

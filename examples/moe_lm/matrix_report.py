@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import matplotlib
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from moe_lm.arrangements import Limits
+from moe_lm.tables import markdown_table, show_table, show_verdict
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -72,15 +71,9 @@ def write_report(rows, folder):
     _draw(reference, others, folder / "matrix.png")
     (folder / "matrix.md").write_text(_markdown(header, cells, verdict), encoding="utf-8")
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    table = Table(*header)
-    for row, texts in zip(rows, cells):
-        table.add_row(*texts, style=None if row.agrees(reference) else "bold red")
-    console.print(table)
-    console.print(verdict, style="bold red" if out else "green", highlight=False)
-    console.print(f"Report: {folder / 'matrix.png'} and {folder / 'matrix.md'}", highlight=False, soft_wrap=True)
+    styles = [None if row.agrees(reference) else "bold red" for row in rows]
+    console = show_table(header, cells, 160, styles)
+    show_verdict(console, verdict, not out, folder / "matrix.png", folder / "matrix.md")
     return not out
 
 
@@ -100,12 +93,11 @@ def _cells(row, reference):
 
 
 def _markdown(header, cells, verdict):
-    table = "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *cells))
     return f"""# One model under many arrangements, against one device
 
 {verdict}
 
-{table}
+{markdown_table(header, cells)}
 
 Each cell: the largest relative difference from one device, of the limit. Losses: of all steps. Gradients: of the first
 step, all parameters and all ranks. Weights: the same after the last step.

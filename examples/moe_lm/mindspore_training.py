@@ -1,7 +1,5 @@
 """One rank's training step in MindSpore."""
 
-from functools import cache
-
 import mindspore as ms
 import mindspore.communication as comm
 import numpy as np
@@ -9,7 +7,7 @@ from mindspore import Tensor, ops
 from mindspore.experimental import optim
 from mindspore.mint import distributed as dist
 
-from hyper_parallel import init_device_mesh, parallelize_module, reduce_gradients
+from hyper_parallel import parallelize_module, reduce_gradients
 from moe_lm.batches import Place
 from moe_lm.mindspore_model import LanguageModel
 from moe_lm.sequence import CutOverTp
@@ -33,11 +31,6 @@ def leave():
     """Nothing: MindSpore leaves the other ranks when the process ends."""
 
 
-@cache
-def _mesh(shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep", "tp"))
-
-
 class Trainer:
     """One rank's model, optimizer and training step.
 
@@ -54,7 +47,7 @@ class Trainer:
         for name, parameter in self.model.parameters_and_names():
             if parameter.requires_grad:
                 parameter.set_data(Tensor(weights[_torch_name(name)]))
-        self.mesh = None if arrangement.style is None else _mesh((arrangement.dp, arrangement.ep, arrangement.tp))
+        self.mesh = arrangement.mesh()
         self.place = Place(settings, self.mesh, arrangement)
         self._arrange()
         named = {_torch_name(name): p for name, p in self.model.parameters_and_names() if p.requires_grad}

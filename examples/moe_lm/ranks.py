@@ -10,7 +10,14 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["RunFailed", "launched_platform", "end_with_launcher", "keep_to_one_core", "start_and_follow"]
+__all__ = [
+    "RunFailed",
+    "launched_platform",
+    "end_with_launcher",
+    "ended_in_order",
+    "keep_to_one_core",
+    "start_and_follow",
+]
 
 SECONDS_WITHOUT_A_STEP = 120
 SECONDS_TO_SHUT_DOWN = 30
@@ -38,6 +45,19 @@ def end_with_launcher():
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def ended_in_order(work):
+    """The exit code of ``work()``, which starts runs, or of its end by an error of theirs or by a signal."""
+    # So that a run is ended in order, too, when this process is asked to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return work()
+    except RunFailed as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def keep_to_one_core(run):

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import matplotlib
 import numpy as np
 from matplotlib.ticker import PercentFormatter
-from rich.console import Console
-from rich.table import Table
 
 from moe_lm.settings import SETTINGS
+from moe_lm.tables import markdown_table, show_table, show_verdict
 from moe_lm.training import Run
 
 matplotlib.use("Agg")
@@ -77,15 +76,8 @@ def write_report(curves, folder):
     )
     (folder / "report.md").write_text(_markdown(header, rows, verdict), encoding="utf-8")
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 110
-    table = Table(*header)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    console.print(verdict, style="green" if agree else "bold red", highlight=False)
-    console.print(f"Report: {folder / 'report.png'} and {folder / 'report.md'}", highlight=False, soft_wrap=True)
+    console = show_table(header, rows, width=110)
+    show_verdict(console, verdict, agree, folder / "report.png", folder / "report.md")
     return agree
 
 
@@ -105,12 +97,11 @@ def _row(curve, difference):
 
 def _markdown(header, rows, verdict):
     s = SETTINGS
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
     return f"""# ETP against one device
 
 {verdict}
 
-{table}
+{markdown_table(header, rows)}
 
 Next-character prediction over the Python standard library's source files, loss in nats per character.
 {s.batch} sequences of {s.sequence} characters per step. {s.num_blocks} blocks of causal attention and a MoE layer,

@@ -1,7 +1,6 @@
 """One rank's training step in PyTorch."""
 
 from contextlib import nullcontext
-from functools import cache
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel import init_device_mesh, parallelize_module, reduce_gradients
+from hyper_parallel import parallelize_module, reduce_gradients
 from moe_lm.batches import Place
 from moe_lm.sequence import CutOverTp
 from moe_lm.torch_model import LanguageModel
@@ -31,11 +30,6 @@ def leave():
     dist.destroy_process_group()
 
 
-@cache
-def _mesh(shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep", "tp"))
-
-
 class Trainer:
     """One rank's model, optimizer and training step.
 
@@ -49,7 +43,7 @@ class Trainer:
         self.model = LanguageModel(settings)
         self.model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
         self.model.recompute = arrangement.recompute
-        self.mesh = None if arrangement.style is None else _mesh((arrangement.dp, arrangement.ep, arrangement.tp))
+        self.mesh = arrangement.mesh()
         self.place = Place(settings, self.mesh, arrangement)
         if self.mesh is not None:
             self._arrange()
