@@ -12,10 +12,10 @@ from hyper_parallel.checkpoint.layout import overlap
 from hyper_parallel.checkpoint.manifest import check_files, read_manifest
 from hyper_parallel.checkpoint.progress import progress
 from hyper_parallel.checkpoint.rooms import room_of
-from hyper_parallel.checkpoint.tensor_files import num_bytes, read_box
+from hyper_parallel.checkpoint.tensor_files import closing_all, num_bytes, read_box
 from hyper_parallel.checkpoint.values import STORED_AS, Value, converted
 
-__all__ = ["load", "raise_problems", "read_value"]
+__all__ = ["load", "raise_problems", "read_value", "read_values"]
 
 
 def load(folder: str | Path, module: Any, optimizer: Any = None, *, random_state: bool = False) -> int | None:
@@ -137,22 +137,42 @@ def raise_problems(what: str, problems: Sequence[tuple[str, str]], shown: int | 
 
 def _read_all(folder, manifest, source, shown):
     """Fill this rank's tensors, one after the other; returns the number of bytes read."""
-    parts = [(manifest[part], source[part]) for part in ("model", "optimizer")]
-    total = sum(num_bytes(value.dtype, value.local_shape) for _, values in parts for value in values.values())
-    streams: dict[str, Any] = {}
+    tensors = [
+        (name, manifest[part][name]["pieces"], value)
+        for part in ("model", "optimizer")
+        for name, value in source[part].items()
+    ]
+    num_read = read_values(folder, tensors, shown)
+    source["commit"]()
+    return num_read
+
+
+def read_values(
+    folder: Path,
+    tensors: Sequence[tuple[str, Sequence[Mapping[str, Any]], Value]],
+    shown: bool = False,
+    remedy: str = "load it in a wider dtype",
+) -> int:
+    """Fill this rank's part of each tensor, one after the other; returns the number of bytes read.
+
+    Args:
+        tensors: name, saved pieces as in ``read_value``, and value. shown: with a bar.
+        remedy: what to do about values that are too large for a tensor's dtype.
+
+    Raises:
+        CheckpointError: such values, with the tensor's name.
+    """
+    total = sum(num_bytes(value.dtype, value.local_shape) for _, _, value in tensors)
     num_read = 0
-    try:
-        with progress(f"loading {folder.name}", total, shown) as advance:
-            for saved, values in parts:
-                for name, value in values.items():
-                    array = np.empty(value.local_shape, STORED_AS[value.dtype])
-                    num_read += read_value(folder, streams, saved[name]["pieces"], value, array)
-                    value.write(array)
-                    advance(array.nbytes)
-        source["commit"]()
-    finally:
-        for stream in streams.values():
-            stream.close()
+    with closing_all() as streams, progress(f"loading {folder.name}", total, shown) as advance:
+        for name, pieces, value in tensors:
+            array = np.empty(value.local_shape, STORED_AS[value.dtype])
+            try:
+                num_read += read_value(folder, streams, pieces, value, array)
+            except FloatingPointError as error:
+                raise CheckpointError(f"{name} has values that are too large for {value.dtype}; {remedy}") from error
+            value.write(array)
+            advance(array.nbytes)
     return num_read
 
 

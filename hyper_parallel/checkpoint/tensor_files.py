@@ -12,9 +12,11 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +32,7 @@ __all__ = [
     "read_header",
     "read_box",
     "write_box",
+    "closing_all",
     "checksum",
 ]
 
@@ -147,6 +150,17 @@ def read_header(path: Path) -> dict[str, Stored]:
     if end > size:
         raise CheckpointError(f"{path} is truncated: it has {size} of {end} bytes")
     return {name: stored for name, (stored, _) in found.items()}
+
+
+@contextmanager
+def closing_all() -> Iterator[dict[str, Any]]:
+    """A dict for files by name, to be opened when they are needed; all are closed at the end."""
+    streams: dict[str, Any] = {}
+    try:
+        yield streams
+    finally:
+        for stream in streams.values():
+            stream.close()
 
 
 def read_box(

@@ -7,7 +7,7 @@ import numpy as np
 
 from hyper_parallel.checkpoint.layout import Piece
 
-__all__ = ["Value", "STORED_AS", "FLOATS", "converted"]
+__all__ = ["Value", "STORED_AS", "FLOATS", "converted", "plain_name"]
 
 # numpy's dtype for the bytes of each dtype of safetensors; what numpy does not have lies in integers of its size.
 STORED_AS: dict[str, np.dtype] = {
@@ -31,6 +31,17 @@ STORED_AS: dict[str, np.dtype] = {
 
 # Dtypes that are numbers by themselves; an 8-bit one needs scales that lie elsewhere.
 FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+# What wrappers put into the names of what they wrap: activation checkpointing and compilation of torch.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """A dotted name without what wrappers put into it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def converted(array: np.ndarray, dtype: str, to: str) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,9 @@ import numpy as np
 
 from hyper_parallel.checkpoint import folders
 from hyper_parallel.checkpoint.agreement import CheckpointError, together
-from hyper_parallel.checkpoint.loading import raise_problems, read_value
-from hyper_parallel.checkpoint.progress import progress
+from hyper_parallel.checkpoint.loading import raise_problems, read_value, read_values
 from hyper_parallel.checkpoint.rooms import room_of
-from hyper_parallel.checkpoint.tensor_files import Stored, num_bytes
+from hyper_parallel.checkpoint.tensor_files import Stored, closing_all
 from hyper_parallel.checkpoint.values import FLOATS, STORED_AS, Value
 from hyper_parallel.huggingface.assembly import Assembled
 from hyper_parallel.huggingface.folder import CONFIG, Folder
@@ -203,37 +202,13 @@ def _differing_ties(
 
 
 def _slice(folder: Path, pieces: Pieces, value: Value) -> np.ndarray:
-    streams: dict[str, Any] = {}
     array = np.empty(value.local_shape, STORED_AS[value.dtype])
-    try:
+    with closing_all() as streams:
         read_value(folder, streams, pieces, value, array)
-    finally:
-        _close(streams.values())
     return array
 
 
 def _read_all(folder: Path, pieces: Mapping[str, Pieces], values: Mapping[str, Value], shown: bool) -> int:
-    """Fill this rank's slices, one after the other; returns the number of bytes read."""
-    total = sum(num_bytes(value.dtype, value.local_shape) for value in values.values())
-    streams: dict[str, Any] = {}
-    num_read = 0
-    try:
-        with progress(f"loading {folder.name}", total, shown) as advance:
-            for name, value in values.items():
-                array = np.empty(value.local_shape, STORED_AS[value.dtype])
-                try:
-                    num_read += read_value(folder, streams, pieces[name], value, array)
-                except FloatingPointError as error:
-                    raise CheckpointError(
-                        f"{name} has values that are too large for {value.dtype}; build the model in a wider dtype"
-                    ) from error
-                value.write(array)
-                advance(array.nbytes)
-    finally:
-        _close(streams.values())
-    return num_read
-
-
-def _close(streams: Iterable[Any]) -> None:
-    for stream in streams:
-        stream.close()
+    """Fill this rank's slices; returns the number of bytes read."""
+    tensors = [(name, pieces[name], value) for name, value in values.items()]
+    return read_values(folder, tensors, shown, "build the model in a wider dtype")

@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hyper_parallel.checkpoint.agreement import CheckpointError
-from hyper_parallel.checkpoint.loading import read_value
+from hyper_parallel.checkpoint.loading import read_values
 from hyper_parallel.checkpoint.rooms import room_of
-from hyper_parallel.checkpoint.values import FLOATS, STORED_AS, Value
+from hyper_parallel.checkpoint.values import FLOATS, Value
 from hyper_parallel.huggingface.families import Family, family_of, moe_arguments
 from hyper_parallel.huggingface.folder import Folder
 from hyper_parallel.huggingface.names import Part, parts_of
@@ -74,20 +72,7 @@ def load_moe(moe: Any, folder: str | Path, layer: int) -> None:
             f"{block} of {source.path} ({fields['model_type']}) does not fit, and nothing was loaded; make the layer "
             "by moe_from_config(folder), or get a whole copy of the folder:\n  " + "\n  ".join(problems[:SHOWN] + more)
         )
-    streams: dict[str, Any] = {}
-    try:
-        for name, value in values.items():
-            array = np.empty(value.local_shape, STORED_AS[value.dtype])
-            try:
-                read_value(source.path, streams, pieces[name], value, array)
-            except FloatingPointError as error:
-                raise CheckpointError(
-                    f"{block}: {name} has values that are too large for {value.dtype}; load it in a wider dtype"
-                ) from error
-            value.write(array)
-    finally:
-        for stream in streams.values():
-            stream.close()
+    read_values(source.path, [(f"{block}: {name}", pieces[name], value) for name, value in values.items()])
 
 
 def _block_of(source: Folder, family: Family, layer: int) -> str:

@@ -15,7 +15,7 @@ from hyper_parallel.checkpoint.layout import overlap
 from hyper_parallel.checkpoint.manifest import check_files
 from hyper_parallel.checkpoint.planning import described, plan_part
 from hyper_parallel.checkpoint.progress import progress
-from hyper_parallel.checkpoint.tensor_files import num_bytes, whole_header, write_box
+from hyper_parallel.checkpoint.tensor_files import closing_all, num_bytes, whole_header, write_box
 from hyper_parallel.checkpoint.values import Value
 from hyper_parallel.huggingface.assembly import Assembled, Box
 from hyper_parallel.huggingface.folder import CONFIG, INDEX
@@ -127,27 +127,22 @@ def _write(partial: Path, plan: _Plan, values: Mapping[str, Value], rank: int) -
     total = sum(
         num_bytes(plan.entries[name]["dtype"], piece["shape"]) for name, pieces in mine.items() for piece in pieces
     )
-    streams: dict[str, Any] = {}
-    try:
-        with progress(f"saving {partial.stem}", total, shown=rank == 0) as advance:
-            for name, pieces in mine.items():
-                if not pieces:
-                    continue
-                array = values[name].read()
-                for piece in pieces:
-                    box = tuple(piece["offsets"]), tuple(piece["shape"])
-                    (local,) = (held.local for held in values[name].pieces if (held.offsets, held.shape) == box)
-                    for part in plan.weights[name].boxes:
-                        file, start = place[part.tensor]
-                        if file not in streams:
-                            streams[file] = open(partial / file, "r+b", buffering=0)
-                        _write_shared(streams[file], start, part, *box, array[local])
-                    advance(array[local].nbytes)
+    with closing_all() as streams, progress(f"saving {partial.stem}", total, shown=rank == 0) as advance:
+        for name, pieces in mine.items():
+            if not pieces:
+                continue
+            array = values[name].read()
+            for piece in pieces:
+                box = tuple(piece["offsets"]), tuple(piece["shape"])
+                (local,) = (held.local for held in values[name].pieces if (held.offsets, held.shape) == box)
+                for part in plan.weights[name].boxes:
+                    file, start = place[part.tensor]
+                    if file not in streams:
+                        streams[file] = open(partial / file, "r+b", buffering=0)
+                    _write_shared(streams[file], start, part, *box, array[local])
+                advance(array[local].nbytes)
         for stream in streams.values():
             os.fsync(stream.fileno())
-    finally:
-        for stream in streams.values():
-            stream.close()
 
 
 def _write_shared(

@@ -25,7 +25,7 @@ import numpy as np
 from hyper_parallel.checkpoint.agreement import CheckpointError, together
 from hyper_parallel.checkpoint.rooms import room_of
 from hyper_parallel.checkpoint.tensor_files import Slice, Stored, read_box, read_header, write_file
-from hyper_parallel.checkpoint.values import FLOATS, STORED_AS, converted
+from hyper_parallel.checkpoint.values import FLOATS, STORED_AS, converted, plain_name
 from hyper_parallel.core.types import Module
 from hyper_parallel.lora.adapters import Adapted, adapted, full_names, planned, put_on
 from hyper_parallel.platform import get_platform
@@ -33,8 +33,6 @@ from hyper_parallel.platform import get_platform
 __all__ = ["load_adapters", "save_adapters"]
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# What activation checkpointing and compilation put into the names of what they wrap.
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 # Fields of PEFT's configuration that make adapters another thing; each must be absent, or as good as absent.
 REFUSED = (
     "use_dora",
@@ -152,7 +150,7 @@ class _Factor:
 
 def _factors(each: Adapted) -> list[_Factor]:
     """A and B of every adapter of a module; PEFT's wrapper of the last weight is the outermost."""
-    path, adapters = _plain(each.path), list(each.lora.adapters.values())
+    path, adapters = plain_name(each.path), list(each.lora.adapters.values())
     found = []
     for depth, adapter in zip(reversed(range(len(adapters))), adapters):
         start = ".".join(["base_model.model", *([path] if path else []), *["base_layer"] * depth])
@@ -160,12 +158,6 @@ def _factors(each: Adapted) -> list[_Factor]:
         found.append(_Factor(f"{start}.lora_A.weight", name_a, adapter.shape_a, False))
         found.append(_Factor(f"{start}.lora_B.weight", name_b, adapter.shape_b, True))
     return found
-
-
-def _plain(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _config(model: Module, found: Sequence[Adapted]) -> dict[str, Any]:
@@ -177,7 +169,7 @@ def _config(model: Module, found: Sequence[Adapted]) -> dict[str, Any]:
         "r": lora.r,
         "lora_alpha": lora.alpha,
         "target_modules": [],  # PEFT would choose some by the model's type
-        "target_parameters": [_plain(name) for name in full_names(found)],
+        "target_parameters": [plain_name(name) for name in full_names(found)],
         "bias": "none",
         "lora_dropout": 0.0,
         "inference_mode": True,

@@ -130,14 +130,12 @@ def collectives(layer: MoELayer, bare: bool = False, scores: bool = True) -> tup
     if layer.dedups and not bare:
         found = _dedup(layer)
     elif layer.splits and not bare:
-        found = _split(layer)
+        return tuple(_split(layer))
     else:
         found = _exact(layer, scores) if layer.ep > 1 else []
-    if layer.cuts_tokens and not bare:
-        found += _tokens(layer)
-    elif layer.tp > 1 and (bare or not layer.splits):
-        found += _sums(layer, bare)
-    if layer.tp > 1 and (not bare or scores) and not (layer.splits and not bare):
+    if layer.tp > 1:
+        found += _tokens(layer) if layer.cuts_tokens and not bare else _sums(layer, bare)
+    if layer.tp > 1 and (scores or not bare):
         size = SCORE_BYTES * (layer.arriving_rows if bare else layer.rows)
         found.append(Collective("tp", "backward", "all-reduce", "scores", size, "4 T K"))
     return tuple(found)
@@ -230,7 +228,7 @@ def _split(layer: MoELayer) -> list[Collective]:
     scores = tokens * layer.top_k * SCORE_BYTES
     found.append(Collective("tp", "backward", "all-to-all", "scores", scores, "4 T K: gradient"))
     if layer.cuts_tokens:
-        return found
+        return found + _tokens(layer)
     found += [
         Collective("tp", "forward", "all-to-all", "sums", tokens * of_row, "T D b: output"),
         Collective("tp", "backward", "all-to-all", "sums", tokens * of_row, "T D b: gradient"),

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import hyper_parallel as hp
 from hyper_parallel import huggingface
 from hyper_parallel.checkpoint import CheckpointError
+from hyper_parallel.checkpoint.loading import read_value
 from hyper_parallel.platform.torch import pretrained
 from tests.distributed.huggingface_cases import COMMON, EXPERTS, VOCABULARY, batch_of, cut, differing, full, make_model
 from tests.harness.oracle import relative_error
@@ -180,15 +181,13 @@ def peaks(context, folder):
     del model
     other, shards, _ = models()
     before = _resident(reset=True)
-    with mock.patch("hyper_parallel.huggingface.loading.read_value", _read_whole_first):
+    with mock.patch("hyper_parallel.checkpoint.loading.read_value", _read_whole_first):
         huggingface.load_pretrained(other, f"{folder}/theirs")
     return reading, writing, _resident() - before - shards, largest
 
 
 def _read_whole_first(folder, streams, pieces, value, array):
     """As a loader that takes its part of a whole tensor does."""
-    from hyper_parallel.checkpoint.loading import read_value
-
     whole = b"".join((folder / piece["file"]).read_bytes() for piece in pieces[:1])
     return read_value(folder, streams, pieces, value, array) + 0 * len(whole)
 
@@ -213,8 +212,11 @@ def one_rank_fails(context, folder):
     theirs = folder_of(context, one, f"{folder}/theirs")
     model = cut(context, copy.deepcopy(one), "ExpertTensorParallel", 2, 2)
     told = []
-    for target, action in (("loading.read_value", "load_pretrained"), ("saving.write_box", "save_pretrained")):
-        broken = mock.patch(f"hyper_parallel.huggingface.{target}", side_effect=OSError("no such disk"))
+    for target, action in (
+        ("checkpoint.loading.read_value", "load_pretrained"),
+        ("huggingface.saving.write_box", "save_pretrained"),
+    ):
+        broken = mock.patch(f"hyper_parallel.{target}", side_effect=OSError("no such disk"))
         with broken if context.rank == 2 else contextlib.nullcontext():
             try:
                 getattr(huggingface, action)(model, theirs)

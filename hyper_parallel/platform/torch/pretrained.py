@@ -10,8 +10,8 @@ import re
 
 import torch
 
+from hyper_parallel.checkpoint.values import plain_name
 from hyper_parallel.huggingface.assembly import chunk, concatenate, missing_members, stack, stored, transpose
-from hyper_parallel.platform.torch import state
 from hyper_parallel.platform.torch.materialise import materialise
 
 __all__ = ["Assembly", "aliases", "assemble", "check", "materialise", "named_as", "remember", "write_config"]
@@ -63,7 +63,7 @@ def aliases(model) -> dict[str, str]:
             if name not in child._non_persistent_buffers_set:
                 named.append((f"{path}.{name}" if path else name, buffer))
     for name, tensor in named:
-        name = state.plain_name(name)
+        name = plain_name(name)
         found[name] = first.setdefault(id(tensor), name)
     return found
 

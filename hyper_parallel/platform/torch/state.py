@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, RAdam, RMSprop
 
 from hyper_parallel.checkpoint.layout import Cut, local_pieces
-from hyper_parallel.checkpoint.values import STORED_AS, Value
+from hyper_parallel.checkpoint.values import STORED_AS, Value, plain_name
 from hyper_parallel.platform.operation import operation
 from hyper_parallel.platform.torch import compat, packed
 
@@ -27,7 +27,6 @@ __all__ = [
     "optimizer_values",
     "optimizer_state",
     "optimizer_to_load",
-    "plain_name",
     "random_state",
     "set_random_state",
 ]
@@ -51,8 +50,6 @@ DTYPES = {
 AS_INTEGERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 # Numbers of an optimizer, which also a parameter without dims has beside its moments.
 NUMBERS = ("step", "mu_product", "mu", "eta")
-# What wrappers put into the names of what they wrap.
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -139,13 +136,6 @@ def gathered(parameter) -> tuple[str, np.ndarray]:
     call this."""
     whole = parameter.full_tensor() if isinstance(parameter, dt.DTensor) else parameter
     return DTYPES[whole.dtype], _read(whole)
-
-
-def plain_name(name):
-    """A dotted name without what wrappers put into it."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _parameters(module):
