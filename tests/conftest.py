@@ -28,6 +28,11 @@ def require(platform: str) -> None:
         pytest.skip(f"{platform} is not installed")
 
 
+def require_transformers() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: the extra [huggingface]")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that asks for a pool, directly or through another fixture, has the marker `ranks`."""
     for item in items:
@@ -63,8 +68,7 @@ def mindspore_pool() -> Iterator[RankPool]:
 @pytest.fixture
 def hf_pool(torch_pool: RankPool) -> RankPool:
     """Four ranks of PyTorch for models of transformers."""
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: the extra [huggingface]")
+    require_transformers()
     return torch_pool
 
 

@@ -1,21 +1,19 @@
 """examples/finetune_hf.py as a user runs it, with few steps: every part, and losses that are one device's."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 
 import pytest
 
-from tests.conftest import require
+from tests.conftest import require, require_transformers
 from tests.harness.pool import ROOT
 
 
 @pytest.mark.ranks
 def test_a_whole_run_of_a_hugging_face_model(tmp_path):
     require("torch")
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: the extra [huggingface]")
+    require_transformers()
     command = [sys.executable, "examples/finetune_hf.py", "--steps", "8", "--mesh", "1,2,1", "--then", "1,1,2"]
 
     done = subprocess.run([*command, "--out", tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=250)

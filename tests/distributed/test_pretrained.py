@@ -1,20 +1,11 @@
 """Models of transformers go from their folders onto any layout and back, and no rank holds more than its own."""
 
-import importlib.util
-
 import pytest
 
 from tests.harness.by_name import CasesOf
 
 cases = CasesOf("tests.distributed.pretrained_cases")
 LIMIT = 1e-5
-
-
-@pytest.fixture
-def hf_pool(torch_pool):
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: the extra [huggingface]")
-    return torch_pool
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.harness.zygote import ForkedProcess, Zygote
+from tests.harness.zygote import ROOT, ForkedProcess, Zygote
 
-ROOT = Path(__file__).resolve().parents[2]
 # After the first rank has failed the others often wait for it in a collective, and will not answer in time either.
 GRACE_AFTER_FAILURE_S = 5.0
 LOG_TAIL_CHARACTERS = 3000

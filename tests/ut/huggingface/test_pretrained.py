@@ -1,6 +1,5 @@
 """Hugging Face folders in one process without ranks: what does not fit, deaths, dtypes, ties, buffers."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,7 +11,7 @@ import pytest
 from hyper_parallel import huggingface
 from hyper_parallel.checkpoint import CheckpointError
 from hyper_parallel.huggingface.assembly import chunk, concatenate, missing_members, stack, stored, transpose
-from tests.conftest import require
+from tests.conftest import require, require_transformers
 from tests.distributed.huggingface_moe_configs import CONFIGS, SIZES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -265,26 +264,17 @@ import os, sys, torch
 sys.path.insert(0, sys.argv[2])
 import transformers
 from hyper_parallel import huggingface
+from tests.harness.deaths import died
 from tests.ut.huggingface.test_pretrained import a_model
 torch.set_num_threads(1)
 folder = sys.argv[1]
 model, other = a_model(transformers), a_model(transformers, meta=True)
 huggingface.save_pretrained(model, folder, max_file_bytes=5000)
-events = ("open", "os.mkdir", "os.rename", "os.rmdir", "os.remove", "shutil.rmtree", "shutil.copytree", "os.truncate")
+def save(number):
+    torch.nn.init.constant_(model.lm_head.weight, number)
+    huggingface.save_pretrained(model, folder, max_file_bytes=5000)
 for at in range(1, 1000):
-    child = os.fork()
-    if child == 0:
-        seen = [0]
-        def count(event, arguments):
-            if event in events and "folders" in str(arguments[0] if event != "os.rename" else arguments):
-                seen[0] += 1
-                if seen[0] == at:
-                    os._exit(9)
-        sys.addaudithook(count)
-        torch.nn.init.constant_(model.lm_head.weight, at)
-        huggingface.save_pretrained(model, folder, max_file_bytes=5000)
-        os._exit(0)
-    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 9:
+    if not died(at, "folders", lambda: save(at)):
         break
     huggingface.load_pretrained(other, folder)
     found = other.lm_head.weight
@@ -301,8 +291,7 @@ assert os.listdir(os.path.dirname(folder)) == [os.path.basename(folder)], os.lis
 def test_a_save_that_dies_at_any_point_leaves_a_whole_folder(tmp_path):
     """Killed before every single operation on files in turn; the previous weights, or the new ones, can be loaded."""
     require("torch")
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
+    require_transformers()
     (tmp_path / "folders").mkdir()
     command = [sys.executable, "-c", DEATHS, str(tmp_path / "folders" / "a"), str(ROOT)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=dict(os.environ))
